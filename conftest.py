@@ -1,0 +1,3 @@
+"""Fixtures every distribution's tests share."""
+
+pytest_plugins = ("shard_core.testing.fixtures",)

@@ -1,0 +1,94 @@
+"""Private names of torch that this distribution leans on, with the versions they were checked on and when they can go.
+
+``FakeTensorMode`` and what belongs to it: tensors that have a shape, a dtype and a CPU device but no values. Checked on
+torch 2.13.0. They can go when torch documents fake tensors; the ``meta`` device is no substitute, since libraries skip
+their initialisation on it.
+
+``FakeTensorMode.fake_tensor_converter.meta_converter.tensor_memo``: holds weak references to fake tensors, and because
+of them ``Module.to`` refuses to convert a module. Checked on torch 2.13.0. It can go when ``Module.to`` converts them.
+
+``torch.nn.init._no_grad_trunc_normal_``: what every truncated normal of torch ends in; it draws until no value lies
+outside, so it looks at values. Checked on torch 2.13.0. It can go when ``trunc_normal_`` looks at no values, or
+offers itself to ``__torch_function__`` as ``normal_`` does.
+
+``torch.Generator._cdata``: which generator a Python object stands for; one generator can have several. Checked on
+torch 2.13.0. It can go when generators compare equal.
+
+``OpOverload._schema``: which arguments an operator writes to. Checked on torch 2.13.0. It can go when operators say
+so in public.
+
+``torch.distributed.distributed_c10d._get_default_store``: the store of a process group that somebody else made, over
+which ranks can name the absent. Checked on torch 2.13.0. It can go when a process group shows its store; a store of
+our own would need another open port, and would die with rank 0 while others still read from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+
+__all__ = [
+    "NEEDS_VALUES",
+    "FakeTensor",
+    "FakeTensorMode",
+    "default_store",
+    "forget_tensors",
+    "identity",
+    "replaced_trunc_normal",
+    "unset_fake_temporarily",
+    "written_arguments",
+]
+
+#: What ``FakeTensorMode`` raises for an operation whose result depends on values.
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+def default_store() -> dist.Store:
+    """Give the store of the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def forget_tensors(mode: FakeTensorMode) -> None:
+    """Drop the weak references a mode keeps to its tensors."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def identity(generator: torch.Generator) -> int:
+    """Tell generators apart, whichever Python objects stand for them."""
+    number: int = generator._cdata  # type: ignore[attr-defined]
+    return number
+
+
+@functools.cache
+def written_arguments(operator: Any) -> frozenset[int | str]:
+    """List the arguments an operator writes to, by position and by name."""
+    arguments = enumerate(operator._schema.arguments)
+    written = [(k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return frozenset(key for pair in written for key in pair)
+
+
+@contextlib.contextmanager
+def replaced_trunc_normal(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let torch's truncated normal be what ``replace`` makes of it."""
+    name = "_no_grad_trunc_normal_"
+    original = getattr(torch.nn.init, name)
+    setattr(torch.nn.init, name, replace(original))
+    try:
+        yield
+    finally:
+        setattr(torch.nn.init, name, original)

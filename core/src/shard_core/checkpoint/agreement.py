@@ -1,0 +1,67 @@
+"""Phases that succeed on every rank or fail on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from shard_core.errors import CheckpointError, CollectiveError, ShardError
+
+if TYPE_CHECKING:
+    from shard_core.coordinator import Coordinator
+
+T = TypeVar("T")
+
+_SHOWN = 4
+
+
+def together(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -> list[T]:
+    """Run one phase on every rank and learn what became of it everywhere.
+
+    Args:
+        coordinator: How ranks talk.
+        doing: What the phase does, for the message.
+        phase: The phase, on this rank.
+
+    Returns:
+        What the phase returned on each rank, in rank order.
+
+    Raises:
+        CheckpointError: On every rank, if the phase failed on any; names the ranks and the causes. It is
+            of the class raised by the first rank that failed.
+    """
+    result: T | None = None
+    failure: _Failure | None = None
+    cause: Exception | None = None
+    try:
+        result = phase()
+    except CollectiveError:
+        raise  # the ranks cannot talk, so there is nobody to tell
+    except ShardError as error:
+        cause, failure = error, _Failure(type(error), str(error), deliberate=True)
+    except Exception as error:  # noqa: BLE001 - every rank raises it below, this one included
+        cause, failure = (
+            error,
+            _Failure(CheckpointError, f"{type(error).__name__}: {error}", deliberate=False),
+        )
+    answers = coordinator.gather_objects((result, failure))
+    failures = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
+    if failures:
+        first = next(iter(failures.values()))
+        raise first.kind(_joint_sentence(doing, failures, len(answers))) from cause
+    return [value for value, _ in answers]  # type: ignore[misc]  # none is missing where no phase failed
+
+
+class _Failure(NamedTuple):
+    kind: type[ShardError]
+    text: str
+    deliberate: bool
+
+
+def _joint_sentence(doing: str, failures: Mapping[int, _Failure], world_size: int) -> str:
+    first = next(iter(failures.values()))
+    if len(failures) == world_size and len({failure.text for failure in failures.values()}) == 1:
+        return first.text if first.deliberate else f"{doing} failed: {first.text}"
+    shown = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in list(failures.items())[:_SHOWN])
+    more = f"; and {len(failures) - _SHOWN} more" if len(failures) > _SHOWN else ""
+    return f"{doing} failed on {len(failures)} of {world_size} ranks: {shown}{more}"

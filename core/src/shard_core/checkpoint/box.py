@@ -1,0 +1,159 @@
+"""Axis-aligned boxes of tensors: cutting flat ranges into them, intersecting them, proving that they tile."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """The part ``[offset, offset + size)`` of a tensor, along every dim.
+
+    Attributes:
+        offsets: First index along each dim.
+        sizes: Extent along each dim; empty for a tensor without dims, whose only element it is.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Give the box that is all of a tensor.
+
+        Example:
+            >>> Box.whole((2, 3))
+            Box(offsets=(0, 0), sizes=(2, 3))
+        """
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def volume(self) -> int:
+        """How many elements it holds."""
+        return math.prod(self.sizes)
+
+    def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
+        """Give the index of this box inside a larger one that begins at ``origin``.
+
+        Example:
+            >>> Box((4, 0), (2, 3)).slices((3, 0))
+            (slice(1, 3, None), slice(0, 3, None))
+        """
+        return tuple(
+            slice(offset - start, offset - start + size)
+            for offset, size, start in zip(self.offsets, self.sizes, origin, strict=True)
+        )
+
+    def intersection(self, other: Box) -> Box | None:
+        """Give the box both share, or None if they share no element.
+
+        Example:
+            >>> Box((0, 0), (4, 2)).intersection(Box((3, 1), (4, 4)))
+            Box(offsets=(3, 1), sizes=(1, 1))
+        """
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = (
+            min(a + x, b + y) for a, x, b, y in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Cut a range of a tensor's elements, counted row by row, into boxes.
+
+    Each box is contiguous in the range, so that a flat shard is its boxes' views one after another.
+    There are at most ``2 * len(shape) - 1``.
+
+    Args:
+        shape: The tensor's shape.
+        start: First element of the range.
+        stop: One past the last.
+
+    Returns:
+        The boxes in the order of their elements; none for an empty range.
+
+    Example:
+        >>> for box in boxes_of_range((4, 3), 2, 10):
+        ...     print(box.offsets, box.sizes)
+        (0, 2) (1, 1)
+        (1, 0) (2, 3)
+        (3, 0) (1, 1)
+    """
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop - start,)) if shape else Box((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # begins and ends inside one row
+        return _inside_row(shape, last, start - last * row, stop - last * row)
+    boxes = _inside_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else []
+    if first < last:
+        boxes.append(Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])))
+    return boxes + _inside_row(shape, last, 0, stop - last * row)
+
+
+def _inside_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes_of_range(shape[1:], start, stop)]
+
+
+def tiling_flaw(shape: Sequence[int], offsets: Integers, sizes: Integers) -> str | None:
+    """Look for what keeps boxes from covering a tensor exactly once.
+
+    Args:
+        shape: The tensor's shape.
+        offsets: One row per box, one column per dim.
+        sizes: Likewise.
+
+    Returns:
+        What is wrong, or None if the boxes tile the tensor.
+
+    Example:
+        >>> tiling_flaw((4,), np.array([[0], [3]]), np.array([[2], [1]]))
+        'boxes hold 3 of its 4 elements'
+    """
+    extent = np.asarray(shape, dtype=np.int64)
+    if (offsets < 0).any() or (sizes < 0).any() or (sizes > extent).any() or (offsets > extent - sizes).any():
+        return "a box reaches outside it"
+    volume = math.prod(shape)
+    held = int(sizes.prod(axis=1, dtype=np.int64).sum()) if len(sizes) else 0
+    if held != volume:
+        return f"boxes hold {held} of its {volume} elements"
+    occupied = sizes.all(axis=1)
+    # As many elements as the tensor has, all inside it: either they tile it or two boxes overlap.
+    if _overlap(offsets[occupied], (offsets + sizes)[occupied], first_dim=0):
+        return "two boxes overlap"
+    return None
+
+
+def _overlap(starts: Integers, stops: Integers, first_dim: int) -> bool:
+    """Tell whether any two boxes share an element.
+
+    Boxes are parted wherever a plane passes between them, dim by dim, until each stands alone; shards of
+    any usual layout part that way, in about the time of sorting them. What no plane parts is compared
+    pair by pair.
+    """
+    count, dims = starts.shape
+    if count <= 1:
+        return False
+    for dim in range(first_dim, first_dim + dims):
+        dim %= dims  # noqa: PLW2901 - dims are tried in a circle
+        order = np.argsort(starts[:, dim], kind="stable")
+        reach = np.maximum.accumulate(stops[order, dim])
+        parted = np.flatnonzero(starts[order[1:], dim] >= reach[:-1]) + 1
+        if len(parted) == count - 1:
+            return False
+        if len(parted):
+            groups = (group for group in np.split(order, parted) if len(group) > 1)
+            return any(_overlap(starts[group], stops[group], dim + 1) for group in groups)
+    return any(
+        bool(((starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i])).all(axis=1).any()) for i in range(count - 1)
+    )

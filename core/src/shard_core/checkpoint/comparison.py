@@ -1,0 +1,190 @@
+"""Comparing a checkpoint with the live state before anything is touched, and listing all that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from shard_core.checkpoint.dtypes import dtype_code
+from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES, OptimizerRecord
+from shard_core.errors import nearest
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.manifest import Manifest
+    from shard_core.checkpoint.matching import ModuleMatch
+    from shard_core.checkpoint.shard import TensorShard
+
+_LISTED = 20
+
+
+class Fit(NamedTuple):
+    """A live shard and the stored tensor that fills it.
+
+    Attributes:
+        shard: What to fill.
+        stored: The checkpoint's key.
+        owner: Its module, and the tensor or the parameter whose state it is.
+    """
+
+    shard: TensorShard
+    stored: str
+    owner: tuple[str, str]
+
+
+class TensorComparison:
+    """Finds for each live shard the stored tensor that fills it, or says why there is none.
+
+    Args:
+        manifest: The checkpoint.
+        matches: Live modules and their counterparts.
+
+    Attributes:
+        fitting: What can be filled.
+        differences: What does not fit, a sentence each.
+        unfit: (module, parameter) that do not fit, or whose optimizer state does not.
+    """
+
+    def __init__(self, manifest: Manifest, matches: Mapping[str, ModuleMatch]) -> None:
+        self._manifest = manifest
+        self._matches = matches
+        self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
+        self._claimed: set[str] = set()
+        self.fitting: list[Fit] = []
+        self.differences: list[str] = []
+        self.unfit: set[tuple[str, str]] = set()
+
+    def add(self, shard: TensorShard) -> None:
+        """Compare one live shard."""
+        match = next((match for match in self._matches.values() if match.owns(shard.key)), None)
+        if match is None:
+            return  # its module is missing as a whole, which is one difference and not one per tensor
+        stored = match.stored_key(shard.key)
+        optimizer_state = shard.key.startswith("optim.")
+        if stored is None:
+            # State that was not there at the save is dropped at the load; nothing is missing.
+            if not optimizer_state:
+                hint = nearest(shard.key, self._tensors) if len(self.differences) < _LISTED else ""
+                self.differences.append(f"{shard.key!r} is not in the checkpoint{hint}")
+            return
+        self._claimed.add(stored)
+        tensor = self._tensors[stored]
+        here = (dtype_code(shard.view.dtype, shard.key), shard.shape)
+        owner = (match.live, match.parameter_of(shard.key))
+        if here == (tensor.dtype, tensor.shape):
+            self.fitting.append(Fit(shard, stored, owner))
+            return
+        if here[1] != tensor.shape:
+            self.differences.append(f"{shard.key!r} has shape {shard.shape} here, {tensor.shape} in the checkpoint")
+        else:
+            self.differences.append(f"{shard.key!r} has dtype {here[0]} here, {tensor.dtype} in the checkpoint")
+        self.unfit.add(owner)
+
+    def finish(self, restored: set[tuple[str, str]]) -> None:
+        """List what the checkpoint holds and nothing here asked for.
+
+        Args:
+            restored: The (module, parameter) whose optimizer state is asked for.
+        """
+        refused: set[tuple[str, str]] = set()
+        for match in self._matches.values():
+            for key in self._tensors:
+                if key in self._claimed:
+                    continue
+                if key.startswith(match.saved_model):
+                    tie = match.tied_here(key)
+                    reason = f"is tied to {tie!r} here, but kept apart" if tie else "is not here, but"
+                    self.differences.append(f"{key!r} {reason} in the checkpoint")
+                elif key.startswith(match.saved_optim):
+                    name = key.removeprefix(match.saved_optim).rpartition(".")[0]
+                    takers = {(match.live, taker) for taker in match.live_names(name)} & restored - self.unfit
+                    if takers:
+                        self.differences.append(f"{key!r} is in the checkpoint, but no optimizer here can take it")
+                    refused |= takers
+        self.unfit |= refused
+
+
+def compare_optimizers(
+    live: Mapping[str, OptimizerRecord], saved: Mapping[str, OptimizerRecord]
+) -> tuple[list[str], set[tuple[str, str]]]:
+    """Compare optimizers parameter by parameter; how parameters are divided into groups may differ.
+
+    Args:
+        live: The optimizers here.
+        saved: Those of the checkpoint, with live names.
+
+    Returns:
+        What differs, a sentence each, and the (module, parameter) whose state is to be restored.
+    """
+    differences: list[str] = []
+    fitting: set[tuple[str, str]] = set()
+    owners = {
+        (record.module, name): (record, group)
+        for record in saved.values()
+        for group in record.groups
+        for name in group["params"]
+    }
+    for key, record in live.items():
+        for place, group in enumerate(record.groups):
+            sources = {name: owners[record.module, name] for name in group["params"] if (record.module, name) in owners}
+            absent = [name for name in group["params"] if name not in sources]
+            differences += [
+                f"optimizer {key!r} steps {name!r}, for which the checkpoint has no optimizer" for name in absent
+            ]
+            flaws = _group_flaws(f"optimizer {key!r} ({record.type}), group {place},", record, sources)
+            differences += flaws
+            if not flaws:
+                fitting |= {(record.module, name) for name in sources}
+    here = {(record.module, name) for record in live.values() for name in record.names}
+    for key, record in saved.items():
+        left = [name for name in record.names if (record.module, name) not in here]
+        if len(left) < len(record.names):
+            differences += [
+                f"optimizer {key!r} of the checkpoint steps {name!r}, which no optimizer here does" for name in left
+            ]
+    return differences, fitting
+
+
+def _group_flaws(
+    owner: str, live: OptimizerRecord, sources: Mapping[str, tuple[OptimizerRecord, Mapping[str, object]]]
+) -> list[str]:
+    """Say why one live group cannot have the hyper-parameters of the groups its parameters were in."""
+    if not sources:
+        return []
+    first_name, (record, first) = next(iter(sources.items()))
+    # Of the same optimizer, a hyper-parameter the checkpoint lacks is one that a later release added.
+    added = [] if record.type == live.type else [hyper for hyper in live.defaults if hyper not in first]
+    flaws = [f"{owner} has {hyper!r}, which the checkpoint's {record.type} has not" for hyper in added]
+    flaws += [
+        f"{owner} has no {hyper!r}, which the checkpoint's {record.type} has"
+        for hyper in record.defaults
+        if hyper not in live.defaults
+    ]
+    for name, (_, group) in sources.items():
+        unlike = sorted(
+            hyper for hyper in {*first, *group} - KERNEL_CHOICES - {"params"} if first.get(hyper) != group.get(hyper)
+        )
+        if unlike:
+            flaws.append(
+                f"{owner} holds {first_name!r} and {name!r}, which had unlike {', '.join(unlike)} in the "
+                "checkpoint; put them into groups of their own"
+            )
+            break
+    return flaws
+
+
+def listing(differences: Sequence[str]) -> str:
+    """Show differences one per line, the first of them if there are very many."""
+    lines = [f"- {difference}" for difference in differences[:_LISTED]]
+    if len(differences) > _LISTED:
+        lines.append(f"- and {len(differences) - _LISTED} more")
+    return "\n".join(lines)
+
+
+def missing_modules(modules: Iterable[str], matches: Mapping[str, ModuleMatch], manifest: Manifest) -> list[str]:
+    """Say which live modules the checkpoint does not hold."""
+    held = ", ".join(map(repr, manifest.modules)) or "none"
+    return [
+        f"module {module!r} is not in the checkpoint{nearest(module, manifest.modules)}; it holds: {held}"
+        for module in modules
+        if module not in matches
+    ]

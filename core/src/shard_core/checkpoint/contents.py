@@ -1,0 +1,95 @@
+"""What a user hands to ``save_checkpoint``, sorted by how it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from shard_core.errors import CheckpointMismatch
+
+if TYPE_CHECKING:
+    import os
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that hands out its state and takes it back: a scheduler, a data loader, a user's own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take the state back."""
+
+
+class Contents:
+    """A user's state dict taken apart.
+
+    Args:
+        state: Modules, optimizers, stateful objects and plain values by the user's keys.
+
+    Example:
+        >>> contents = Contents({"model": torch.nn.Linear(1, 1), "step": 3})
+        >>> list(contents.modules), contents.values()
+        (['model'], {'step': 3})
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.modules: dict[str, torch.nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._stateful: dict[str, Stateful] = {}
+        self._plain: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.nn.Module):
+                self.modules[key] = value
+            elif isinstance(value, torch.optim.Optimizer):
+                self.optimizers[key] = value
+            elif isinstance(value, Stateful):
+                self._stateful[key] = value
+            else:
+                self._plain[key] = value
+
+    def values(self) -> dict[str, Any]:
+        """Return what is kept besides modules and optimizers: states and plain values."""
+        return {**{key: value.state_dict() for key, value in self._stateful.items()}, **self._plain}
+
+    def restore(
+        self,
+        values: Mapping[str, Any],
+        *,
+        into: dict[str, Any] | None,
+        strict: bool,
+        path: str | os.PathLike[str],
+        optional: frozenset[str] = frozenset(),
+    ) -> dict[str, Any]:
+        """Give stateful objects their state back and replace plain values in the user's dict.
+
+        Args:
+            values: What the checkpoint holds.
+            into: The user's dict.
+            strict: Whether a key the checkpoint lacks is an error.
+            path: The checkpoint, for the message.
+            optional: Keys the checkpoint may lack.
+
+        Returns:
+            The values nobody asked for.
+
+        Raises:
+            CheckpointMismatch: If strict and a key is lacking.
+        """
+        asked = {*self._stateful, *self._plain}
+        lacking = sorted(asked - values.keys() - optional)
+        if lacking and strict:
+            raise CheckpointMismatch(
+                f"the checkpoint {path} has no {', '.join(map(repr, lacking))}; it has: "
+                f"{', '.join(map(repr, sorted(values))) or 'no values'}. Pass strict=False to go on without."
+            )
+        for key, value in self._stateful.items():
+            if key in values:
+                value.load_state_dict(values[key])
+        for key in self._plain:
+            if key in values and into is not None:
+                into[key] = values[key]
+        return {key: value for key, value in values.items() if key not in asked}

@@ -1,0 +1,135 @@
+"""What is kept: the part that saves and loads training state."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.coordinator import Coordinator
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SaveHandle:
+    """A save under way, or done.
+
+    Attributes:
+        path: Where the checkpoint is, once committed.
+        staged: Done when training may change the tensors again.
+        committed: Done when the checkpoint is on the disk and complete; raises what made it fail.
+    """
+
+    path: Path
+    staged: Future[None]
+    committed: Future[None]
+
+    @classmethod
+    def finished(cls, path: str | os.PathLike[str]) -> SaveHandle:
+        """Describe a save that is complete.
+
+        Example:
+            >>> SaveHandle.finished("run/step-100").committed.done()
+            True
+        """
+        done: Future[None] = Future()
+        done.set_result(None)
+        return cls(path=Path(path), staged=done, committed=done)
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is complete and say where it is.
+
+        Args:
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            CheckpointError: If the save failed.
+            TimeoutError: If it takes longer.
+        """
+        self.committed.result(timeout)
+        return self.path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """What a load brought besides the tensors it filled.
+
+    Attributes:
+        values: All values that were saved, by the user's names.
+        information: What was written down about the run that saved it.
+        remainder: The user's names of modules and optimizers in the checkpoint that were not asked for.
+        differences: What did not fit and was left as it was; empty unless ``strict=False``.
+    """
+
+    values: dict[str, Any]
+    information: Mapping[str, Any]
+    remainder: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+
+
+class CheckpointIO(abc.ABC):
+    """Saves and loads training state; held by every strategy, replaceable by a third party's.
+
+    Every rank calls ``save`` and ``load`` at the same point. They succeed on every rank or raise on
+    every rank.
+    """
+
+    @abc.abstractmethod
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: TrainingState,
+        values: Mapping[str, Any],
+        *,
+        coordinator: Coordinator,
+        information: Mapping[str, Any],
+        storage_options: Mapping[str, Any] | None = None,
+        filter: Callable[[str], bool] | None = None,
+        state_dict_type: str | None = None,
+        blocking: bool = True,
+    ) -> SaveHandle:
+        """Write a checkpoint.
+
+        Args:
+            path: The folder to make or, if it is a checkpoint, to replace.
+            state: Modules and optimizers.
+            values: The rest, by the user's names; rank 0's are kept.
+            coordinator: How ranks talk.
+            information: What people may want to know of this run; JSON values.
+            storage_options: For stores other than a local disk.
+            filter: Tells by its key whether a tensor of a module or an optimizer is written.
+            state_dict_type: ``"sharded"`` (the default) or ``"full"``.
+            blocking: Whether to return only when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: If it cannot be written; a checkpoint that was there still is.
+        """
+
+    @abc.abstractmethod
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state: TrainingState | None,
+        *,
+        coordinator: Coordinator,
+        strict: bool = True,
+    ) -> LoadedCheckpoint:
+        """Fill modules and optimizers in place, at any number of ranks, from any number of ranks.
+
+        Args:
+            path: The checkpoint.
+            state: Modules and optimizers; None for the values alone.
+            coordinator: How ranks talk.
+            strict: Whether a difference is an error rather than something to leave as it is.
+
+        Raises:
+            CheckpointNotFound: If there is no committed checkpoint at the path.
+            CheckpointMismatch: If checkpoint and state differ; nothing was changed.
+            CheckpointCorrupted: If the files are not what was committed; nothing was changed.
+        """

@@ -1,0 +1,154 @@
+"""The manifest: the one JSON file that makes a folder a checkpoint, written last and trusted least."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from shard_core.checkpoint.dtypes import ITEM_SIZES
+from shard_core.checkpoint.fields import Fields
+from shard_core.checkpoint.index import TensorRecord
+from shard_core.checkpoint.tensor_file import FileRecord
+from shard_core.errors import CheckpointCorrupted
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "shard-checkpoint"
+VERSION = 1
+#: Every name a save may give a file; nothing else is read, and nothing else is ever removed.
+FILE_NAME = re.compile(
+    r"(?:(?:model|optim|state|part)-\d{5,}-of-\d{5,}|checkpoint|index)(?:-[0-9a-f]{12})?\.safetensors"
+)
+
+_MOST_DIMS = 64
+_SEAL = re.compile(rb'(\{.*), "digest": "([0-9a-f]{32})"\}\n', re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that is known of a checkpoint but its tensors' elements.
+
+    Attributes:
+        attempt: The save that wrote it; no two saves share it.
+        created: When it was committed, in nanoseconds since 1970, by rank 0's clock.
+        form: ``"sharded"`` or ``"full"``.
+        world_size: How many ranks wrote it.
+        index: The file that holds the index of chunks; its digest is that of all its bytes.
+        files: The files that hold tensors.
+        tensors: The full tensors, sorted by key.
+        modules: What the modules' keys begin with, by the user's names for them.
+        aliases: Further keys of tied tensors, and the keys they are stored under.
+        optimizers: The optimizers without their tensors, as ``OptimizerRecord.to_json`` returns them, by
+            the user's names for them.
+        values: The rest of the user's state, as ``values.encode`` returns it.
+        information: What people may want to know of the run that saved it; never acted upon.
+    """
+
+    attempt: str
+    created: int
+    form: str
+    world_size: int
+    index: FileRecord
+    files: tuple[FileRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+    modules: Mapping[str, str]
+    aliases: Mapping[str, str]
+    optimizers: Mapping[str, Any]
+    values: Mapping[str, Any]
+    information: Mapping[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """Encode it, sealed with the digest of all that stands before the digest."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "index": dataclasses.asdict(self.index),
+            "files": [dataclasses.asdict(file) for file in self.files],
+            "tensors": {tensor.key: [tensor.dtype, *tensor.shape] for tensor in self.tensors},
+        }
+        body = json.dumps(content, allow_nan=False)[:-1].encode()
+        return body + f', "digest": "{xxhash.xxh3_128_hexdigest(body)}"}}\n'.encode()
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Manifest:
+        """Decode a manifest, believing nothing in it.
+
+        Raises:
+            CheckpointCorrupted: If any byte is not as it was written, or the content is not a manifest's.
+        """
+        sealed = _SEAL.fullmatch(raw)
+        if sealed is None or xxhash.xxh3_128_hexdigest(sealed[1]) != sealed[2].decode():
+            raise CheckpointCorrupted(
+                "the manifest is damaged or was edited: it does not match its digest; use another checkpoint."
+            )
+        try:
+            content = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointCorrupted(f"the manifest is no JSON that can be read: {error}.") from error
+        return _read(Fields(content, "the manifest"))
+
+    @property
+    def tensor_bytes(self) -> int:
+        """How much room all tensors take."""
+        return sum(tensor.bytes for tensor in self.tensors)
+
+
+def _read(fields: Fields) -> Manifest:
+    if fields.text("format") != FORMAT:
+        raise CheckpointCorrupted(f"the manifest is one of {fields.text('format')!r}, not of {FORMAT!r}.")
+    if fields.integer("version") != VERSION:
+        raise CheckpointCorrupted(
+            f"the checkpoint is of format version {fields.integer('version')}, this shard-core reads {VERSION}; "
+            "install the shard-core that wrote it, or a newer one."
+        )
+    files = tuple(_read_file(file) for file in fields.listed("files"))
+    tensors = tuple(_read_tensor(key, value) for key, value in fields.mapping("tensors").items())
+    manifest = Manifest(
+        attempt=fields.text("attempt", re.compile("[0-9a-f]{12}")),
+        created=fields.integer("created"),
+        form=fields.text("form", re.compile("sharded|full")),
+        world_size=fields.integer("world_size", least=1),
+        index=_read_file(fields.object("index")),
+        files=files,
+        tensors=tensors,
+        modules=fields.texts("modules"),
+        aliases=fields.texts("aliases"),
+        optimizers=fields.mapping("optimizers"),
+        values=fields.mapping("values"),
+        information=fields.mapping("information"),
+    )
+    _check(manifest)
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    names = [file.path for file in (*manifest.files, manifest.index)]
+    if len(set(names)) < len(names):
+        raise CheckpointCorrupted("the manifest names a file twice.")
+    if manifest.tensor_bytes > sum(file.bytes for file in manifest.files):
+        raise CheckpointCorrupted("the manifest names tensors larger than the files that should hold them.")
+    keys = {tensor.key for tensor in manifest.tensors}
+    for alias, key in manifest.aliases.items():
+        if key not in keys or alias in keys:
+            raise CheckpointCorrupted(f"the manifest ties {alias!r} to {key!r}, which cannot be.")
+
+
+def _read_file(fields: Fields) -> FileRecord:
+    return FileRecord(
+        path=fields.text("path", FILE_NAME),
+        bytes=fields.integer("bytes", least=8),
+        digest=fields.text("digest", re.compile("[0-9a-f]{16}")),
+    )
+
+
+def _read_tensor(key: str, value: Any) -> TensorRecord:
+    items: list[Any] = value if isinstance(value, list) and value else [None]
+    code, shape = items[0], items[1:]
+    if code not in ITEM_SIZES or len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise CheckpointCorrupted(f"the manifest does not describe {key!r} as a tensor can be.")
+    return TensorRecord(key=key, dtype=code, shape=tuple(shape))

@@ -1,0 +1,168 @@
+"""The state of one torch optimizer by parameter name: told to a checkpoint, and taken back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES, OptimizerRecord
+from shard_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.names import ModuleTensors
+    from shard_core.checkpoint.state import Slot
+
+_NAMES = frozenset({"params", "param_names"})
+
+
+class OptimizerTensors:
+    """One optimizer over one module's parameters.
+
+    Args:
+        owner: The user's name for the optimizer, for messages.
+        optimizer: Any torch optimizer whose state hangs on its parameters.
+        modules: The modules whose parameters it may step, by the user's names for them.
+
+    Raises:
+        CheckpointError: If it steps parameters of none of the modules, or of several.
+    """
+
+    def __init__(self, owner: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, ModuleTensors]) -> None:
+        self._owner = owner
+        self._optimizer = optimizer
+        self.module = self._find_module(modules)
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._groups: list[list[str]] = []
+        for place, group in enumerate(optimizer.param_groups):
+            names = []
+            for parameter in group["params"]:
+                name = modules[self.module].name_of(parameter)
+                if name is None:
+                    raise CheckpointError(
+                        f"optimizer {owner!r}, group {place}, steps a parameter of shape {tuple(parameter.shape)} "
+                        f"that module {self.module!r} does not have; give each module an optimizer of its own."
+                    )
+                self._parameters[name] = parameter
+                names.append(name)
+            self._groups.append(names)
+        self._made: dict[tuple[str, str], torch.Tensor] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the parameters it steps."""
+        return set(self._parameters)
+
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Give (parameter's name, slot, tensor) for all state that is stored as tensors."""
+        for name, parameter in self._parameters.items():
+            slots = self._optimizer.state.get(parameter, {})
+            tensors = {slot: value for slot, value in slots.items() if _is_stored(slot, value, parameter)}
+            tensors |= {slot: value for (owner, slot), value in self._made.items() if owner == name}
+            for slot in sorted(tensors):
+                yield name, slot, tensors[slot]
+
+    def record(self) -> OptimizerRecord:
+        """Describe everything but the tensors.
+
+        Raises:
+            CheckpointError: If state that is no tensor has more than one element.
+        """
+        scalars: dict[str, dict[str, Any]] = {}
+        for name, parameter in self._parameters.items():
+            for slot, value in self._optimizer.state.get(parameter, {}).items():
+                if not _is_stored(slot, value, parameter):
+                    plain = value.to_local() if isinstance(value, DTensor) else value
+                    scalars.setdefault(name, {})[slot] = plain
+        groups = [
+            {"params": names, **{key: value for key, value in group.items() if key not in _NAMES}}
+            for names, group in zip(self._groups, self._optimizer.param_groups, strict=True)
+        ]
+        return OptimizerRecord(
+            module=self.module,
+            type=type(self._optimizer).__name__,
+            defaults=sorted(set(self._optimizer.defaults) - KERNEL_CHOICES),
+            groups=groups,
+            scalars=scalars,
+        )
+
+    def make_room(self, slots: Sequence[Slot]) -> None:
+        """Make tensors for state that the optimizer has not made; it gets them in ``restore``."""
+        for slot in slots:
+            parameter = self._parameters.get(slot.name)
+            if parameter is None or slot.module != self.module or slot.parameter_shape != tuple(parameter.shape):
+                continue
+            there = self._optimizer.state.get(parameter, {}).get(slot.slot)
+            if _is_stored(slot.slot, there, parameter):
+                continue
+            if slot.shape == tuple(parameter.shape):
+                self._made[slot.name, slot.slot] = torch.zeros_like(parameter.detach(), dtype=slot.dtype)
+            elif not isinstance(parameter, DTensor):
+                self._made[slot.name, slot.slot] = torch.zeros(slot.shape, dtype=slot.dtype, device=parameter.device)
+
+    @torch.no_grad()
+    def restore(self, records: Sequence[OptimizerRecord], held: set[tuple[str, str]]) -> None:
+        """Bring everything back but the elements of tensors.
+
+        Args:
+            records: What the checkpoint says of this module's optimizers.
+            held: The (parameter's name, slot) of the tensors it holds; others are dropped.
+        """
+        scalars = {name: record.scalars.get(name, {}) for record in records for name in record.names}
+        for name, parameter in self._parameters.items():
+            if name in scalars:
+                self._restore_parameter(name, parameter, scalars[name], held)
+        saved = {name: group for record in records for group in record.groups for name in group["params"]}
+        for names, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            source = next((saved[name] for name in names if name in saved), {})
+            for key, value in source.items():
+                if key not in _NAMES and key not in KERNEL_CHOICES:
+                    group[key] = _in_place_of(group.get(key), value)
+
+    def _restore_parameter(
+        self, name: str, parameter: torch.Tensor, scalars: Mapping[str, Any], held: set[tuple[str, str]]
+    ) -> None:
+        before = self._optimizer.state.get(parameter, {})
+        after = {slot: self._scalar(value, before.get(slot), parameter) for slot, value in scalars.items()}
+        after |= {slot: value for slot, value in before.items() if (name, slot) in held and slot not in scalars}
+        after |= {slot: tensor for (owner, slot), tensor in self._made.items() if owner == name}
+        self._optimizer.state.pop(parameter, None)
+        if after:
+            self._optimizer.state[parameter] = after
+
+    def _scalar(self, value: Any, before: Any, parameter: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(before, torch.Tensor) and before.dtype == value.dtype and not isinstance(before, DTensor):
+            return before.copy_(value)
+        # As torch's optimizers do: fused and capturable kernels want counters beside the parameter.
+        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
+        beside = bool(group.get("fused") or group.get("capturable"))
+        return value.to(parameter.device) if beside else value.clone()
+
+    def _find_module(self, modules: Mapping[str, ModuleTensors]) -> str:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                for name, tensors in modules.items():
+                    if tensors.name_of(parameter) is not None:
+                        return name
+        raise CheckpointError(
+            f"optimizer {self._owner!r} steps no parameter of any module in the state; put its module in too, and set "
+            "both up together."
+        )
+
+
+def _is_stored(slot: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Tell tensors from scalars by their full shapes alone, so that every layout comes to the same answer."""
+    return isinstance(value, torch.Tensor) and (value.dim() > 0 or (parameter.dim() == 0 and slot != "step"))
+
+
+def _in_place_of(before: Any, value: Any) -> Any:
+    """Give a hyper-parameter the value of a checkpoint and the kind it had: tensors stay the same tensors."""
+    if isinstance(before, torch.Tensor):
+        return before.copy_(torch.as_tensor(value))
+    if isinstance(value, torch.Tensor) and isinstance(before, int | float):
+        return value.item()
+    return value

@@ -1,0 +1,162 @@
+"""Where a tensor's local part stands in the full tensor, and which rank saves which copy of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shard_core.checkpoint.box import Box
+from shard_core.checkpoint.shard import TensorShard
+from shard_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def local_box(tensor: DTensor, key: str) -> Box:
+    """Find out which box of a distributed tensor this rank holds.
+
+    Args:
+        tensor: Any distributed tensor.
+        key: Its name, for messages.
+
+    Raises:
+        CheckpointError: If its layout is none of boxes.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise CheckpointError(f"{key!r} lives on other ranks than this one; every rank must hold a part or a copy.")
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    for axis, dim in _cuts(tensor.placements, key):
+        parts = tensor.device_mesh.size(axis)
+        size = -(-sizes[dim] // parts)
+        start = min(size * coordinate[axis], sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(size, sizes[dim] - start)
+    local = tensor.to_local()
+    if not local.numel() and 0 in sizes:
+        return Box(tuple(offsets), tuple(local.shape))  # where nothing is left, engines differ in what shape it has
+    box = Box(tuple(offsets), tuple(sizes))
+    if box.sizes != tuple(local.shape):
+        raise CheckpointError(
+            f"{key!r} is laid out as {tensor.placements} in a way that is not understood: this rank's part has shape "
+            f"{tuple(local.shape)}, not {box.sizes}."
+        )
+    return box
+
+
+def _cuts(placements: tuple[Placement, ...], key: str) -> Iterator[tuple[int, int]]:
+    """List (mesh axis, tensor dim) in the order in which the dim was cut."""
+    late = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            raise CheckpointError(f"{key!r} is laid out as {placement}, which is a pending sum, not a value.")
+        # FSDP over tensor parallelism cuts a dim along the later axis first. Its placement has no public
+        # class; what tells it from Shard is the count of the cuts made before it.
+        if isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
+            yield axis, dim
+        elif hasattr(placement, "split_factor"):
+            late.append((axis, dim))
+        else:
+            raise CheckpointError(f"{key!r} is laid out as {placement}, which no box describes.")
+    yield from reversed(late)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """The equal copies of a tensor's part, one per place along some axes of the whole mesh.
+
+    Attributes:
+        axes: Those axes; the world as one axis is ``None``.
+        sizes: The axes' sizes.
+        place: This rank's copy, counted from 0.
+    """
+
+    axes: tuple[int, ...] | None
+    sizes: tuple[int, ...]
+    place: int
+
+
+class Ownership:
+    """Decides which rank saves which copy, evenly by bytes; every rank comes to the same answer.
+
+    Args:
+        rank: This rank.
+        world_size: How many there are.
+        mesh: The mesh of all ranks; None if tensors are plain or each distributed over all ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int, mesh: DeviceMesh | None = None) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._mesh = mesh
+        self._loads: dict[Any, list[int]] = {}
+
+    def shard(self, key: str, tensor: torch.Tensor) -> TensorShard:
+        """Describe this rank's part of a tensor.
+
+        Args:
+            key: The tensor's name. Every rank asks for the same tensors in the same order.
+            tensor: A plain tensor, of which each rank has a copy, or a distributed one.
+
+        Raises:
+            CheckpointError: If the tensor holds no values that could be saved, or is laid out oddly.
+        """
+        _check_values(key, tensor)
+        if isinstance(tensor, DTensor):
+            box, local = local_box(tensor, key), tensor.to_local().detach()
+            copies = self._copies(key, tensor)
+        else:
+            box, local = Box.whole(tensor.shape), tensor.detach()
+            copies = Copies(axes=None, sizes=(self._world_size,), place=self._rank)
+        parts = self._world_size // math.prod(copies.sizes)
+        write = self._owner(copies, tensor.numel() * tensor.element_size() // parts) == copies.place
+        return TensorShard(key=key, shape=tuple(tensor.shape), offsets=box.offsets, view=local, write=write)
+
+    def _owner(self, copies: Copies, size: int) -> int:
+        # Loads are counted per kind of layout: only ranks that hold copies of one part need to agree.
+        loads = self._loads.setdefault((copies.axes, copies.sizes), [0] * math.prod(copies.sizes))
+        owner = loads.index(min(loads))
+        loads[owner] += size
+        return owner
+
+    def _copies(self, key: str, tensor: DTensor) -> Copies:
+        mesh = tensor.device_mesh if self._mesh is None else self._mesh
+        if mesh.size() != self._world_size:
+            raise CheckpointError(
+                f"{key!r} lives on a mesh of {mesh.size()} of {self._world_size} ranks; say on which mesh all ranks "
+                "stand, so that copies are saved once."
+            )
+        replicated = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+        inner = [(tensor.device_mesh, axis) for axis in replicated]
+        outer = [(mesh, axis) for axis in _fixed_axes(mesh, tensor.device_mesh)]
+        sizes, place = [], 0
+        for where, axis in outer + inner:
+            coordinate = where.get_coordinate()
+            assert coordinate is not None  # local_box has looked
+            sizes.append(where.size(axis))
+            place = place * where.size(axis) + coordinate[axis]
+        axes = (*(axis for _, axis in outer), -1, *(axis for _, axis in inner))
+        return Copies(axes=axes, sizes=tuple(sizes), place=place)
+
+
+def _fixed_axes(mesh: DeviceMesh, part: DeviceMesh) -> list[int]:
+    """List the axes of the whole mesh along which a part of it does not extend."""
+    inside = torch.isin(mesh.mesh, part.mesh).nonzero()
+    return [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and len(inside[:, axis].unique()) == 1]
+
+
+def _check_values(key: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise CheckpointError(f"{key!r} is on the meta device and has no values; set the module up before saving it.")
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(f"{key!r} has layout {tensor.layout}; only dense tensors can be saved, call to_dense().")

@@ -1,0 +1,150 @@
+"""Reading boxes of tensors out of a checkpoint's files, digests first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from shard_core.checkpoint.box import Box
+from shard_core.checkpoint.dtypes import ITEM_SIZES, torch_dtype
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES, MappedFile
+from shard_core.errors import CheckpointCorrupted, CheckpointError
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.index import Chunk, ChunkIndex
+    from shard_core.checkpoint.shard import TensorShard
+
+_LISTED = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Read:
+    """The part of one chunk that a box needs.
+
+    Attributes:
+        key: The tensor.
+        chunk: Where it is stored.
+        box: The part, in the full tensor.
+    """
+
+    key: str
+    chunk: Chunk
+    box: Box
+
+
+class TensorReader:
+    """Reads tensors of one checkpoint, and of its files only the bytes that are needed.
+
+    Args:
+        folder: The checkpoint.
+        index: Where its tensors are.
+    """
+
+    def __init__(self, folder: Path, index: ChunkIndex) -> None:
+        self._folder = folder
+        self._index = index
+        self._files: dict[int, MappedFile] = {}
+
+    def plan(self, key: str, box: Box) -> list[Read]:
+        """Tell what must be read for a box of a tensor."""
+        if not box.volume:
+            return []
+        reads = []
+        for chunk in self._index.chunks(key, within=box):
+            common = chunk.box.intersection(box)
+            if common is not None:
+                reads.append(Read(key=key, chunk=chunk, box=common))
+        return reads
+
+    def verify(self, reads: Iterable[Read]) -> None:
+        """Compare the bytes about to be read with their digests.
+
+        Raises:
+            CheckpointCorrupted: Naming the tensors whose bytes are not those that were saved.
+        """
+        done: set[tuple[int, int]] = set()
+        damaged: dict[str, str] = {}
+        for read in reads:
+            first, last = self._blocks(read)
+            for block in range(first, last):
+                begin = read.chunk.begin + block * BLOCK_BYTES
+                if (read.chunk.file, begin) in done:
+                    continue
+                done.add((read.chunk.file, begin))
+                end = min(begin + BLOCK_BYTES, read.chunk.begin + self._chunk_bytes(read))
+                data = self._file(read.chunk.file).bytes(begin, end)
+                if xxhash.xxh3_64_intdigest(data) != read.chunk.digests[block]:
+                    damaged[read.key] = self._index.files[read.chunk.file].path
+        if damaged:
+            raise CheckpointCorrupted(damage_sentence(list(damaged.items())))
+
+    def fill(self, shard: TensorShard, reads: Sequence[Read]) -> None:
+        """Copy what was planned into a shard's view.
+
+        Raises:
+            CheckpointError: If it is less than the whole view.
+        """
+        filled = 0
+        for read in reads:
+            source = self._source(read)[read.box.slices(read.chunk.box.offsets)]
+            shard.view[read.box.slices(shard.offsets)].copy_(source)
+            filled += read.box.volume
+        if filled != shard.view.numel():
+            raise CheckpointError(
+                f"{shard.key!r}: {filled} of {shard.view.numel()} elements were found; the checkpoint is incomplete."
+            )
+
+    def full(self, key: str) -> torch.Tensor:
+        """Read a whole tensor into host memory, verified."""
+        record = self._index.record(key)
+        tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
+        reads = self.plan(key, Box.whole(record.shape))
+        self.verify(reads)
+        for read in reads:
+            tensor[read.box.slices((0,) * tensor.dim())].copy_(self._source(read))
+        return tensor
+
+    def _source(self, read: Read) -> torch.Tensor:
+        record = self._index.record(read.key)
+        end = read.chunk.begin + self._chunk_bytes(read)
+        return self._file(read.chunk.file).tensor(
+            read.chunk.begin, end, torch_dtype(record.dtype), read.chunk.box.sizes
+        )
+
+    def _chunk_bytes(self, read: Read) -> int:
+        return read.chunk.box.volume * ITEM_SIZES[self._index.record(read.key).dtype]
+
+    def _blocks(self, read: Read) -> tuple[int, int]:
+        """Tell which of a chunk's blocks hold the bytes between the first and the last element read."""
+        sizes = read.chunk.box.sizes
+        first = last = 0
+        for size, part in zip(sizes, read.box.slices(read.chunk.box.offsets), strict=True):
+            first, last = first * size + part.start, last * size + part.stop - 1
+        item = ITEM_SIZES[self._index.record(read.key).dtype]
+        return first * item // BLOCK_BYTES, ((last + 1) * item - 1) // BLOCK_BYTES + 1
+
+    def _file(self, number: int) -> MappedFile:
+        if number not in self._files:
+            self._files[number] = MappedFile(self._folder, self._index.files[number])
+        return self._files[number]
+
+
+def damage_sentence(damaged: Sequence[tuple[str, str]]) -> str:
+    """Name tensors whose bytes are not those that were saved.
+
+    Args:
+        damaged: Tensors and the files they are in.
+
+    Example:
+        >>> damage_sentence([("model.w", "model-00000-of-00001.safetensors")])
+        "1 tensor is damaged: 'model.w' in model-00000-of-00001.safetensors; load another checkpoint."
+    """
+    shown = ", ".join(f"{key!r} in {file}" for key, file in damaged[:_LISTED])
+    more = f" and {len(damaged) - _LISTED} more" if len(damaged) > _LISTED else ""
+    count = "1 tensor is" if len(damaged) == 1 else f"{len(damaged)} tensors are"
+    return f"{count} damaged: {shown}{more}; load another checkpoint."

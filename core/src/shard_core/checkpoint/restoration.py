@@ -1,0 +1,140 @@
+"""One rank's part of a load: everything is found out and verified before anything is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core.checkpoint.comparison import TensorComparison, compare_optimizers, listing, missing_modules
+from shard_core.checkpoint.folder import read_index
+from shard_core.checkpoint.interface import LoadedCheckpoint
+from shard_core.checkpoint.manifest import Manifest
+from shard_core.checkpoint.matching import match_modules, saved_optimizers
+from shard_core.checkpoint.reading import Read, TensorReader
+from shard_core.checkpoint.values import decode
+from shard_core.errors import CheckpointCorrupted, CheckpointMismatch
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.index import ChunkIndex
+    from shard_core.checkpoint.optimizer_record import OptimizerRecord
+    from shard_core.checkpoint.shard import TensorShard
+    from shard_core.checkpoint.state import TrainingState
+
+
+class Restoration:
+    """Finds out and verifies everything in ``prepare``; only ``fill`` changes the state; ``loaded`` reports.
+
+    Args:
+        folder: The checkpoint.
+        state: What to fill; None for the values alone.
+        strict: Whether differences are an error.
+    """
+
+    def __init__(self, folder: Path, state: TrainingState | None, *, strict: bool) -> None:
+        self._folder = folder
+        self._state = state
+        self._strict = strict
+        self._planned: list[tuple[TensorShard, list[Read]]] = []
+        self._records: list[OptimizerRecord] = []
+        self._differences: list[str] = []
+        self._remainder: list[str] = []
+
+    def prepare(self, raw: bytes) -> None:
+        """Compare the checkpoint with the state, plan what to read, and verify its digests.
+
+        Args:
+            raw: The manifest.
+
+        Raises:
+            CheckpointMismatch: If they differ and must not.
+            CheckpointCorrupted: If the files are not what was committed.
+        """
+        self._manifest = Manifest.from_bytes(raw)
+        index = read_index(self._folder, self._manifest)
+        self._reader = TensorReader(self._folder, index)
+        if self._state is None:
+            self._remainder = [*self._manifest.modules, *self._manifest.optimizers]
+        else:
+            self._compare(self._state)
+        if self._differences and self._strict:
+            raise CheckpointMismatch(
+                f"{str(self._folder)!r} and what it should be loaded into differ in {len(self._differences)} ways; "
+                f"nothing was changed (strict=False loads what fits):\n{listing(self._differences)}"
+            )
+        self._reader.verify(read for _, reads in self._planned for read in reads)
+        self._values = {
+            key: decode(value, lambda name: self._stored_value(index, name))
+            for key, value in self._manifest.values.items()
+        }
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Bring everything into the state.
+
+        Raises:
+            CheckpointError: If something that was asked for was not filled.
+        """
+        for shard, reads in self._planned:
+            self._reader.fill(shard, reads)
+        if self._state is not None:
+            self._state.finish_load(self._records)
+
+    def loaded(self) -> LoadedCheckpoint:
+        """Describe what was loaded."""
+        return LoadedCheckpoint(
+            values=self._values,
+            information=self._manifest.information,
+            remainder=tuple(self._remainder),
+            differences=tuple(self._differences),
+        )
+
+    def _compare(self, state: TrainingState) -> None:
+        aliases = state.aliases()
+        matches = match_modules(self._manifest, state.modules, aliases)
+        taken = {match.saved: match for match in matches.values()}
+        state.prepare_load([slot for match in matches.values() for slot in match.slots()])
+        saved = {
+            key: taken[record.module].renamed(record)
+            for key, record in saved_optimizers(self._manifest).items()
+            if record.module in taken
+        }
+        live = state.optimizers()
+        differences, restored = compare_optimizers(
+            {key: record for key, record in live.items() if record.module in matches}, saved
+        )
+        tensors = TensorComparison(self._manifest, matches)
+        for shard in state.shards():
+            tensors.add(shard)
+        tensors.finish(restored)
+        self._differences = missing_modules(state.modules, matches, self._manifest) + tensors.differences + differences
+        restored -= tensors.unfit
+        self._records = [_only(record, restored) for record in saved.values()]
+        self._planned = [
+            (fit.shard, self._reader.plan(fit.stored, fit.shard.box))
+            for fit in tensors.fitting
+            if fit.owner in restored or not fit.shard.key.startswith("optim.")
+        ]
+        here = {(record.module, name) for record in live.values() for name in record.names}
+        self._remainder = [key for key in self._manifest.modules if key not in taken]
+        self._remainder += [
+            key
+            for key in self._manifest.optimizers
+            if key not in saved or not any((saved[key].module, name) in here for name in saved[key].names)
+        ]
+
+    def _stored_value(self, index: ChunkIndex, name: Any) -> torch.Tensor:
+        if not isinstance(name, str) or name not in index:
+            raise CheckpointCorrupted(f"the manifest's values name a tensor {name!r} that is not in the checkpoint.")
+        return self._reader.full(name)
+
+
+def _only(record: OptimizerRecord, restored: set[tuple[str, str]]) -> OptimizerRecord:
+    """Leave out the parameters whose state does not fit."""
+    groups = [
+        {**group, "params": [name for name in group["params"] if (record.module, name) in restored]}
+        for group in record.groups
+    ]
+    return dataclasses.replace(record, groups=groups)

@@ -1,0 +1,151 @@
+"""One rank's part of a save: its tensors into files, and what it wrote into a part record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import DTensor
+
+from shard_core.checkpoint.box import Box
+from shard_core.checkpoint.commit import KINDS, Attempt, write_file
+from shard_core.checkpoint.dtypes import ITEM_SIZES, dtype_code
+from shard_core.checkpoint.index import Chunk, ChunkIndex, TensorRecord
+from shard_core.checkpoint.part import decode_part, encode_part, index_of, merge_parts
+from shard_core.checkpoint.reading import TensorReader
+from shard_core.checkpoint.shard import TensorShard
+from shard_core.checkpoint.tensor_file import Entry, FileRecord, TensorFileWriter, open_regular
+from shard_core.checkpoint.values import encode
+from shard_core.errors import CheckpointCorrupted, CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from shard_core.checkpoint.values import JSON
+
+
+def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, JSON], list[TensorShard]]:
+    """Part the user's values into JSON and tensors.
+
+    Args:
+        values: By the user's names.
+        write: Whether this rank saves the tensors.
+
+    Raises:
+        CheckpointError: Naming what is neither.
+    """
+    shards: dict[str, TensorShard] = {}
+
+    def keep(path: str, tensor: torch.Tensor) -> JSON:
+        key = f"state.{path}"
+        if isinstance(tensor, DTensor):
+            raise CheckpointError(
+                f"{path!r} is a distributed tensor; put the module that holds it into the state, or a plain tensor."
+            )
+        if key in shards:
+            raise CheckpointError(f"two tensors in the state are called {path!r}; rename one.")
+        shards[key] = TensorShard(
+            key=key, shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), view=tensor.detach(), write=write
+        )
+        return {"$tensor": key}
+
+    for name in values:
+        if not isinstance(name, str):
+            raise CheckpointError(f"the state has the key {name!r}; keys are strings.")
+    return {name: encode(value, name, keep) for name, value in values.items()}, list(shards.values())
+
+
+def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard]) -> None:
+    """Write what this rank owns, bring it to the disk, and leave a part record.
+
+    Args:
+        attempt: The save.
+        rank: This rank.
+        shards: All boxes on this rank; those of others' are only named in the record.
+
+    Raises:
+        CheckpointError: If a tensor cannot be held by a file.
+        OSError: If the disk refuses.
+    """
+    tensors = {
+        shard.key: TensorRecord(key=shard.key, dtype=dtype_code(shard.view.dtype, shard.key), shape=shard.shape)
+        for shard in shards
+    }
+    files: list[FileRecord] = []
+    chunks: dict[str, list[Chunk]] = {}
+    for kind in KINDS:
+        owned = [shard for shard in shards if shard.key.startswith(f"{kind}.") and _is_written(shard)]
+        if not owned:
+            continue
+        # Falling element sizes keep every tensor aligned; the sort is stable, so names stay in order.
+        owned.sort(key=lambda shard: -shard.view.element_size())
+        entries = [
+            Entry(name=_name_in_file(shard), dtype=tensors[shard.key].dtype, shape=shard.box.sizes) for shard in owned
+        ]
+        with TensorFileWriter(attempt.tensor_file(kind, rank), entries) as writer:
+            for shard, begin in zip(owned, writer.begins, strict=True):
+                chunk = Chunk(file=len(files), begin=begin, box=shard.box, digests=writer.write(shard.view))
+                chunks.setdefault(shard.key, []).append(chunk)
+            files.append(writer.finish())
+    index = index_of(tensors.values(), files, chunks)
+    write_file(attempt.part_file(rank), encode_part(attempt.identity, index), durable=False)
+
+
+def gather_parts(attempt: Attempt) -> ChunkIndex:
+    """Join the parts of all ranks; rank 0 alone.
+
+    Raises:
+        CheckpointError: If a part is not to be seen from here, the boxes do not tile every tensor, or
+            a file has another length than its writer says.
+    """
+    parts = []
+    for rank in range(attempt.world_size):
+        try:
+            with open(open_regular(attempt.part_file(rank)), "rb") as part:
+                parts.append(decode_part(part.read(), attempt.identity))
+        except CheckpointCorrupted as error:
+            raise CheckpointError(
+                f"rank 0 does not see what rank {rank} wrote into {str(attempt.folder)!r}; the folder must be one that "
+                "the hosts of all ranks share."
+            ) from error
+    index = merge_parts(parts)
+    index.check()
+    for file in index.files:
+        length = (attempt.folder / file.path).stat().st_size
+        if length != file.bytes:
+            raise CheckpointError(f"{file.path!r} has {length} bytes where its rank wrote {file.bytes}.")
+    return index
+
+
+def write_full(attempt: Attempt, index: ChunkIndex) -> ChunkIndex:
+    """Stream all tensors into one file, a tensor at a time; rank 0 alone.
+
+    Args:
+        attempt: The save.
+        index: Where the ranks put the tensors' boxes.
+
+    Returns:
+        The index of the one file.
+    """
+    tensors = sorted(index.tensors, key=lambda tensor: -ITEM_SIZES[tensor.dtype])
+    reader = TensorReader(attempt.folder, index)
+    chunks: dict[str, list[Chunk]] = {}
+    entries = [Entry(name=tensor.key, dtype=tensor.dtype, shape=tensor.shape) for tensor in tensors]
+    with TensorFileWriter(attempt.single_file("checkpoint"), entries) as writer:
+        for tensor, begin in zip(tensors, writer.begins, strict=True):
+            digests = writer.write(reader.full(tensor.key))
+            chunks[tensor.key] = [Chunk(file=0, begin=begin, box=Box.whole(tensor.shape), digests=digests)]
+        return index_of(tensors, [writer.finish()], chunks)
+
+
+def _is_written(shard: TensorShard) -> bool:
+    """Tell whether this rank saves a box; one without elements only if the tensor has none."""
+    return shard.write and (shard.view.numel() > 0 or 0 in shard.shape)
+
+
+def _name_in_file(shard: TensorShard) -> str:
+    """Give a whole tensor its key, a part its key and extent, for other readers of the file."""
+    if shard.box == Box.whole(shard.shape):
+        return shard.key
+    extent = ",".join(f"{a}:{a + size}" for a, size in zip(shard.box.offsets, shard.box.sizes, strict=True))
+    return f"{shard.key}[{extent}]"

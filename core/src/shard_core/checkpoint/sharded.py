@@ -1,0 +1,183 @@
+"""Checkpoints that every rank writes its part of, in safetensors files on a disk all ranks share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shard_core.checkpoint.agreement import together
+from shard_core.checkpoint.commit import Attempt
+from shard_core.checkpoint.filtered_state import FilteredState
+from shard_core.checkpoint.folder import local_path, read_manifest
+from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
+from shard_core.checkpoint.manifest import Manifest
+from shard_core.checkpoint.restoration import Restoration
+from shard_core.checkpoint.saving import gather_parts, value_shards, write_full, write_rank
+from shard_core.checkpoint.state import KeySpace
+from shard_core.checkpoint.values import encode, encode_scalar
+from shard_core.errors import CheckpointError, InvalidOption, MissingCapability, nearest
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.shard import TensorShard
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.coordinator import Coordinator
+
+_FORMS = ("sharded", "full")
+
+
+class ShardedCheckpointIO(CheckpointIO):
+    """Writes and reads the format that all strategies share.
+
+    With ``state_dict_type="full"`` the ranks' parts are joined into one safetensors file, a tensor at
+    a time, before the checkpoint is committed.
+    """
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: TrainingState,
+        values: Mapping[str, Any],
+        *,
+        coordinator: Coordinator,
+        information: Mapping[str, Any],
+        storage_options: Mapping[str, Any] | None = None,
+        filter: Callable[[str], bool] | None = None,
+        state_dict_type: str | None = None,
+        blocking: bool = True,
+    ) -> SaveHandle:
+        """Write a checkpoint; see ``CheckpointIO.save``."""
+        _refuse_what_comes_later(storage_options, blocking)
+        save = _Save(path, _form(state_dict_type), coordinator)
+        save.begin(state if filter is None else FilteredState(state, filter), values, information)
+        save.write()
+        return save.commit()
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state: TrainingState | None,
+        *,
+        coordinator: Coordinator,
+        strict: bool = True,
+    ) -> LoadedCheckpoint:
+        """Fill a state in place; see ``CheckpointIO.load``."""
+        doing = f"loading {os.fspath(path)!r}"
+
+        def look() -> tuple[str, bytes]:
+            # Rank 0 alone looks: on shared file systems ranks may see different things.
+            return os.fspath(path), read_manifest(local_path(path)) if coordinator.rank == 0 else b""
+
+        answers = together(coordinator, doing, look)
+        _check_same_path([given for given, _ in answers])
+        restoration = Restoration(local_path(path), state, strict=strict)
+        together(coordinator, doing, lambda: restoration.prepare(answers[0][1]))
+        together(coordinator, doing, restoration.fill)
+        return restoration.loaded()
+
+
+class _Save:
+    """One save, in the order of its methods; every rank calls each."""
+
+    def __init__(self, path: str | os.PathLike[str], form: str, coordinator: Coordinator) -> None:
+        self._doing = f"saving {os.fspath(path)!r}"
+        self._path = path
+        self._form = form
+        self._coordinator = coordinator
+        self._shards: list[TensorShard] = []
+        self._about: dict[str, Any] = {}
+
+    def begin(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
+        """Find out what is to be written; then rank 0 makes the folder."""
+
+        def describe() -> str:
+            self._describe(state, values, information)
+            return os.fspath(self._path)
+
+        def make_folder() -> Attempt | None:
+            coordinator = self._coordinator
+            return Attempt.begin(local_path(self._path), coordinator.world_size) if coordinator.rank == 0 else None
+
+        _check_same_path(together(self._coordinator, self._doing, describe))
+        attempt = together(self._coordinator, self._doing, make_folder)[0]
+        assert attempt is not None  # rank 0 has made one
+        self._attempt = attempt
+
+    def write(self) -> None:
+        """Write this rank's files."""
+        rank = self._coordinator.rank
+        try:
+            together(self._coordinator, self._doing, lambda: write_rank(self._attempt, rank, self._shards))
+        except CheckpointError:
+            self._attempt.discard([rank])
+            raise
+
+    def commit(self) -> SaveHandle:
+        """Let rank 0 make a checkpoint of what all have written."""
+
+        def publish() -> None:
+            if self._coordinator.rank == 0:
+                self._publish()
+
+        together(self._coordinator, self._doing, publish)
+        return SaveHandle.finished(self._attempt.folder)
+
+    def _describe(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
+        encoded, tensors = value_shards(values, write=self._coordinator.rank == 0)
+        self._shards = state.shards() + tensors
+        self._about = {
+            "modules": dict(KeySpace(state.modules).prefixes),
+            "aliases": state.aliases(),
+            "optimizers": {key: record.to_json(key) for key, record in state.optimizers().items()},
+            "values": encoded,
+            "information": encode(dict(information), "information", encode_scalar),
+        }
+
+    def _publish(self) -> None:
+        attempt = self._attempt
+        try:
+            index = gather_parts(attempt)
+            if self._form == "full":
+                index = write_full(attempt, index)
+            manifest = Manifest(
+                attempt=attempt.identity,
+                created=time.time_ns(),
+                form=self._form,
+                world_size=attempt.world_size,
+                index=attempt.write_index(index.to_bytes()),
+                files=index.files,
+                tensors=index.tensors,
+                **self._about,
+            )
+            attempt.write_manifest(manifest.to_bytes())
+        except BaseException:
+            attempt.discard(range(attempt.world_size))
+            raise
+        attempt.publish({file.path for file in (*manifest.files, manifest.index)})
+
+
+def _form(state_dict_type: str | None) -> str:
+    form = state_dict_type or "sharded"
+    if form not in _FORMS:
+        raise InvalidOption(
+            f"state_dict_type {state_dict_type!r} is none of: {', '.join(_FORMS)}{nearest(form, _FORMS) or '.'}"
+        )
+    return form
+
+
+def _refuse_what_comes_later(storage_options: object, blocking: bool) -> None:
+    if storage_options:
+        raise InvalidOption(
+            "storage_options are for object stores; this version keeps checkpoints in folders, leave them out."
+        )
+    if not blocking:
+        raise MissingCapability("saving in the background is not there yet; leave blocking=True.")
+
+
+def _check_same_path(paths: Sequence[str]) -> None:
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
+            raise CheckpointError(
+                f"rank {rank} was given the path {path!r}, rank 0 {paths[0]!r}; all ranks save and load one checkpoint."
+            )

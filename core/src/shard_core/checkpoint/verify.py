@@ -1,0 +1,147 @@
+"""Reading every byte of a checkpoint and comparing it with its digests; needs no torch and no ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+
+from shard_core.checkpoint.folder import read_index, read_manifest
+from shard_core.checkpoint.manifest import FILE_NAME, Manifest
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord, open_recorded
+from shard_core.errors import CheckpointCorrupted, CheckpointNotFound
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.index import ChunkIndex
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One thing that is not as it was committed.
+
+    Attributes:
+        problem: What is wrong, in one sentence.
+        file: The file it is in.
+        tensor: The tensor that suffers, if only some do.
+    """
+
+    problem: str
+    file: str | None = None
+    tensor: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of verifying a checkpoint.
+
+    Attributes:
+        path: The checkpoint.
+        tensors: How many tensors it holds.
+        bytes: How many bytes they take.
+        damage: All that is wrong; empty if the checkpoint is fine.
+    """
+
+    path: str
+    tensors: int
+    bytes: int
+    damage: tuple[Damage, ...]
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether every byte is as it was committed."""
+        return not self.damage
+
+
+def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> Verdict:
+    """Read a checkpoint as a whole, a block at a time.
+
+    Args:
+        path: The checkpoint.
+        progress: Called with the bytes read so far and in all.
+
+    Returns:
+        The verdict; it names every damaged tensor.
+
+    Raises:
+        CheckpointNotFound: If the path is no checkpoint and no remains of one.
+    """
+    folder = Path(path)
+    try:
+        manifest = Manifest.from_bytes(read_manifest(folder))
+        index = read_index(folder, manifest)
+    except CheckpointNotFound as error:
+        if not any(FILE_NAME.fullmatch(name) for name in _names(folder)):
+            raise
+        return _hopeless(folder, f"{error} A save into it was not completed, or its manifest is lost.")
+    except CheckpointCorrupted as error:
+        return _hopeless(folder, str(error))
+    damage: list[Damage] = []
+    total = sum(file.bytes for file in manifest.files)
+    before = 0
+    for number, record in enumerate(manifest.files):
+        for done in _verify_file(folder, record, _rows(index, number), damage):
+            if progress:
+                progress(before + done, total)
+        before += record.bytes
+    return Verdict(
+        path=str(folder),
+        tensors=len(manifest.tensors),
+        bytes=manifest.tensor_bytes,
+        damage=tuple(dict.fromkeys(damage)),
+    )
+
+
+def _verify_file(folder: Path, record: FileRecord, rows: Iterator[_Row], damage: list[Damage]) -> Iterator[int]:
+    """Add what is wrong with one file; yield how far it has been read."""
+    try:
+        descriptor = open_recorded(folder, record)
+    except CheckpointCorrupted as error:
+        damage.append(Damage(problem=str(error), file=record.path))
+        damage += [Damage(problem="its bytes are lost", file=record.path, tensor=row.key) for row in rows]
+        return
+    with open(descriptor, "rb", buffering=0) as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = os.pread(file.fileno(), 8 + min(length, record.bytes), 0)
+        if xxhash.xxh3_64_hexdigest(header) != record.digest:
+            damage.append(Damage(problem="the header is not the one that was written", file=record.path))
+        for row in rows:
+            for place, digest in enumerate(row.digests):
+                begin = row.begin + place * BLOCK_BYTES
+                end = min(begin + BLOCK_BYTES, row.end)
+                if xxhash.xxh3_64_intdigest(os.pread(file.fileno(), end - begin, begin)) != digest:
+                    problem = "its bytes are not those that were written"
+                    damage.append(Damage(problem=problem, file=record.path, tensor=row.key))
+                yield end
+
+
+class _Row(NamedTuple):
+    key: str
+    begin: int
+    end: int
+    digests: list[int]
+
+
+def _rows(index: ChunkIndex, number: int) -> Iterator[_Row]:
+    """Give the chunks of one file in the order of their bytes."""
+    rows = np.flatnonzero(index.columns["file"] == number)
+    owners = np.searchsorted(index.columns["rows"], rows, side="right") - 1
+    for place in np.argsort(index.columns["begin"][rows], kind="stable").tolist():
+        row = int(rows[place])
+        begin = int(index.columns["begin"][row])
+        digests = index.columns["digests"][index.digest_rows[row] : index.digest_rows[row + 1]].tolist()
+        yield _Row(index.tensors[int(owners[place])].key, begin, begin + int(index.bytes[row]), digests)
+
+
+def _names(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+def _hopeless(folder: Path, problem: str) -> Verdict:
+    """Judge a checkpoint of which not even the contents are known."""
+    return Verdict(path=str(folder), tensors=0, bytes=0, damage=(Damage(problem=problem),))

@@ -1,0 +1,1 @@
+"""The ``shard`` command: one module per verb; reaches no torch until a verb needs it."""

@@ -1,0 +1,81 @@
+"""``shard run``: torchrun, with the strategy chosen outside the script."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shard_core import plugins
+
+_VARIABLE = "SHARD_STRATEGY"
+
+
+class _Untouched(click.Command):
+    """Leaves its arguments to torchrun's own parser."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the arguments as they were typed."""
+        ctx.args = list(args)
+        return ctx.args
+
+
+@click.command(name="run", cls=_Untouched, add_help_option=False)
+@click.pass_context
+def command(context: click.Context) -> None:
+    """Run a script on every rank: torchrun's options, then the script and its own."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.run import run
+
+    chosen = _parser().parse_args(context.args)
+    strategy = chosen.strategy or os.environ.get(_VARIABLE)
+    if strategy:
+        # An unknown name is refused here, once, and not by every rank.
+        plugins.find(strategy)
+        os.environ[_VARIABLE] = strategy
+    _check_script(chosen)
+    exit_code = 0
+    try:
+        record(run)(chosen)
+    except ChildFailedError as error:
+        click.echo(str(error), err=True)
+        exit_code = 1
+    if chosen.json:
+        report: dict[str, Any] = {
+            "strategy": strategy,
+            "script": chosen.training_script,
+            "arguments": chosen.training_script_args,
+            "exit_code": exit_code,
+        }
+        click.echo(json.dumps(report))
+    context.exit(exit_code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Extend torchrun's parser by what is ours."""
+    import torch
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "shard run"
+    ours = parser.add_argument_group("shard")
+    ours.add_argument("--strategy", metavar="NAME", help=f"The strategy of the run, handed on as {_VARIABLE}.")
+    ours.add_argument("--json", action="store_true", help="End with one line of JSON about the run.")
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        # As devices="auto" counts: every accelerator of this host, else one rank.
+        accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        parser.set_defaults(nproc_per_node=str(accelerators or 1))
+    return parser
+
+
+def _check_script(chosen: argparse.Namespace) -> None:
+    is_file = not chosen.module and not chosen.no_python
+    if is_file and not Path(chosen.training_script).is_file():
+        raise click.UsageError(
+            f"there is no script {chosen.training_script!r}; torchrun's options come first, then the script, "
+            "then its own."
+        )

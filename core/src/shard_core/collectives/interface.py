@@ -1,0 +1,122 @@
+"""The part through which ranks talk; every strategy holds one."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+from shard_core.errors import CollectiveError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+ReduceOp = Literal["mean", "sum", "max", "min", "product"]
+
+
+def reduce_op_named(name: str) -> ReduceOp:
+    """Resolve what a user typed as reduction to its one name.
+
+    Args:
+        name: A reduction in any case; ``"avg"`` means ``"mean"``.
+
+    Returns:
+        The canonical name.
+
+    Raises:
+        CollectiveError: If there is no such reduction.
+
+    Example:
+        >>> reduce_op_named("AVG")
+        'mean'
+    """
+    word = {"avg": "mean", "prod": "product"}.get(str(name).lower(), str(name).lower())
+    for known in get_args(ReduceOp):
+        if word == known:
+            return known  # type: ignore[no-any-return]
+    hint = nearest(word, get_args(ReduceOp))
+    raise CollectiveError(
+        f"there is no reduction {name!r}{hint or '.'} The reductions are: {', '.join(get_args(ReduceOp))}."
+    )
+
+
+class Collectives(abc.ABC):
+    """Carries tensors and small objects between ranks; keeps the ``Coordinator`` protocol.
+
+    Order of calls: ``connect`` once, anything else any number of times by all ranks in the same
+    order, ``close`` once. An object that was closed can be connected again.
+    """
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This process's place in the world, from 0."""
+
+    @property
+    @abc.abstractmethod
+    def world_size(self) -> int:
+        """How many ranks there are."""
+
+    @abc.abstractmethod
+    def connect(self, rank: int, world_size: int, device: torch.device) -> None:
+        """Join the other ranks; an existing process group is used and left alone at ``close``.
+
+        Args:
+            rank: This process's place.
+            world_size: How many ranks will come.
+            device: Where this rank's tensors live.
+
+        Raises:
+            MissingRank: If a rank does not come within the guard timeout.
+        """
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
+        """Reduce a tensor over ranks into a new tensor, the same on each.
+
+        Args:
+            tensor: Any shape, the same on every rank.
+            group: A process group; None for the whole world.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"product"``.
+
+        Returns:
+            A new tensor of the same shape and dtype.
+        """
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Collect a tensor from every rank.
+
+        Args:
+            tensor: Any shape, the same on every rank.
+            group: A process group; None for the whole world.
+            sync_grads: Let gradients of the result flow back to the ranks the parts came from.
+
+        Returns:
+            A tensor of shape ``(ranks, *tensor.shape)``.
+        """
+
+    @abc.abstractmethod
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s ``value`` on every rank."""
+
+    @abc.abstractmethod
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's ``value`` on every rank, in rank order."""
+
+    @abc.abstractmethod
+    def barrier(self, name: str = "barrier") -> None:
+        """Wait for every rank; one that does not come is named within the guard timeout.
+
+        Raises:
+            MissingRank: Naming the ranks that did not come, on every rank that did.
+        """
+
+    @abc.abstractmethod
+    def any_true(self, flag: bool) -> bool:
+        """Tell every rank whether any rank said ``True``."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave the other ranks and free what ``connect`` took; does nothing when not connected."""

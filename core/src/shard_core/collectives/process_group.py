@@ -1,0 +1,166 @@
+"""Collectives over a torch.distributed process group."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from shard_core._versions import default_store
+from shard_core.collectives.interface import Collectives, reduce_op_named
+from shard_core.collectives.roll_call import RollCall, shared_store
+from shard_core.collectives.shutdown import close_process_group, settle_at_exit
+from shard_core.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+T = TypeVar("T")
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class ProcessGroupCollectives(Collectives):
+    """Talks through torch.distributed: gloo between CPUs, NCCL between CUDA devices.
+
+    Args:
+        backend: torch.distributed's backend; None chooses by the device.
+        timeout: How long a collective of a training step may take.
+        guard_timeout: How long ``connect`` and ``barrier`` wait for a rank before they name it.
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        guard_timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        self._backend = backend
+        self._timeout = timeout
+        self._guard_timeout = guard_timeout
+        self._device = torch.device("cpu")
+        self._owns_group = False
+        self._roll_call: RollCall | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the world, from 0."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return dist.get_world_size()
+
+    def connect(self, rank: int, world_size: int, device: torch.device) -> None:
+        """Join the ranks, or use the process group that exists."""
+        self._device = device
+        if dist.is_initialized():
+            if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+                raise CollectiveError(
+                    f"the process group that exists has this process as rank {dist.get_rank()} of "
+                    f"{dist.get_world_size()}, but the environment says rank {rank} of {world_size}."
+                )
+            settle_at_exit()
+            # Each strategy on a group that outlives it calls its own roll.
+            name = self.broadcast_object(uuid.uuid4().hex)
+            own = dist.PrefixStore(f"shard/{name}", default_store())
+            self._roll_call = RollCall(own, rank, world_size, self._guard_timeout)
+            return
+        store = dist.HashStore() if world_size == 1 else shared_store(rank, world_size, self._guard_timeout)
+        self._roll_call = RollCall(store, rank, world_size, self._guard_timeout)
+        self._roll_call.answer("start")
+        dist.init_process_group(
+            self._backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=self._timeout,
+        )
+        self._owns_group = True
+        settle_at_exit()
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
+        """Reduce over ranks into a new tensor; gloo and NCCL alike, the mean is a sum divided."""
+        op = reduce_op_named(reduce_op)
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise CollectiveError(
+                f"the mean of {str(tensor.dtype).removeprefix('torch.')} values is not whole; "
+                "convert the tensor to a floating-point dtype, or ask for reduce_op='sum'."
+            )
+        result = tensor.detach().to(self._reachable(tensor), copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(result, op=_OPS.get(op, dist.ReduceOp.SUM), group=group)
+        return (result.div_(dist.get_world_size(group)) if op == "mean" else result).to(tensor.device)
+
+    def _reachable(self, tensor: torch.Tensor) -> torch.device:
+        # NCCL alone carries nothing from host memory, where counts and flags live.
+        return self._device if dist.get_backend() == "nccl" else tensor.device
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Collect a tensor of the same shape from every rank."""
+        if sync_grads:
+            return cast("torch.Tensor", _AllGather.apply(tensor, group))  # type: ignore[no-untyped-call]
+        return _gather(tensor, group)
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s ``value`` on every rank."""
+        if not 0 <= src < self.world_size:
+            raise CollectiveError(f"there is no rank {src} to broadcast from; ranks are 0 to {self.world_size - 1}.")
+        box = [value]
+        dist.broadcast_object_list(box, src=src)
+        return box[0]
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's ``value`` on every rank, in rank order."""
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return cast("list[T]", values)
+
+    def barrier(self, name: str = "barrier") -> None:
+        """Wait for every rank; one that does not come is named."""
+        if self._roll_call is None:
+            raise CollectiveError("these collectives are not connected; call setup_environment() first.")
+        self._roll_call.answer(name)
+
+    def any_true(self, flag: bool) -> bool:
+        """Tell every rank whether any rank said ``True``."""
+        if self.world_size == 1:
+            return flag
+        return bool(self.all_reduce(torch.tensor(int(flag)), reduce_op="max").item())
+
+    def close(self) -> None:
+        """Destroy the process group if ``connect`` made it."""
+        self._roll_call = None
+        if self._owns_group:
+            self._owns_group = False
+            close_process_group()
+
+
+def _gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    result = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    dist.all_gather(list(result.unbind(0)), tensor.detach().contiguous(), group=group)
+    return result
+
+
+class _AllGather(torch.autograd.Function):
+    """Gathers forward; backward, each rank's part gets the sum of what all ranks made of it."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return _gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        group = ctx.group  # type: ignore[attr-defined]
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total[dist.get_rank(group)], None

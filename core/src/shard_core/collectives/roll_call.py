@@ -1,0 +1,105 @@
+"""A roll-call over a key-value store, which names the ranks that do not come."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shard_core.errors import CollectiveError, MissingRank
+
+
+class RollCall:
+    """Lets ranks wait for one another without the training process group, with names for the absent.
+
+    Every call costs each rank a few requests to the store, whatever the number of ranks; only when
+    somebody is missing are the ranks asked for one by one.
+
+    Args:
+        store: A store all ranks share.
+        rank: This process's place.
+        world_size: How many ranks there are.
+        timeout: How long to wait for the others.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout = timeout
+        self._calls = 0
+
+    def answer(self, name: str) -> None:
+        """Report here and wait until all ranks did.
+
+        Args:
+            name: What the ranks meet for, for the message.
+
+        Raises:
+            MissingRank: Naming the ranks that did not come and where they were last seen.
+            CollectiveError: If the ranks met for different things.
+        """
+        self._calls += 1
+        call = f"roll-call/{self._calls}"
+        self._store.set(f"roll-call/at/{self._rank}", f"{self._calls} {name}")
+        if self._store.add(f"{call}/count", 1) == self._world_size:
+            self._store.set(f"{call}/complete", "")
+        try:
+            self._store.wait([f"{call}/complete"], self._timeout)
+        except dist.DistStoreError as error:
+            raise self._absence(name) from error
+
+    def _absence(self, name: str) -> CollectiveError:
+        seen: dict[int, tuple[int, str]] = {}
+        for rank in range(self._world_size):
+            key = f"roll-call/at/{rank}"
+            if self._store.check([key]):
+                calls, _, place = self._store.get(key).decode().partition(" ")
+                seen[rank] = int(calls), place
+        missing = {rank: seen.get(rank) for rank in range(self._world_size)}
+        missing = {rank: last for rank, last in missing.items() if last is None or last[0] < self._calls}
+        if not missing:
+            return CollectiveError(f"the ranks did not all answer {name!r} in time, but all of them came late.")
+        named = ", ".join(
+            f"rank {rank} ({'never seen' if last is None else f'last seen at {last[1]!r}'})"
+            for rank, last in missing.items()
+        )
+        return MissingRank(
+            f"rank {self._rank} waited {self._timeout.total_seconds():g} s in {name!r} for {named}; every rank "
+            "must make this call, so look there for a crash, a hang, or a call under `if rank == 0`."
+        )
+
+
+def shared_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Connect to the store at ``MASTER_ADDR:MASTER_PORT`` that torchrun, or else rank 0, serves.
+
+    Args:
+        rank: This process's place.
+        world_size: How many ranks there are.
+        timeout: How long to wait for the server.
+
+    Returns:
+        A store that only this attempt of the job uses.
+
+    Raises:
+        MissingRank: If nobody serves the store.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0 and not served_by_agent,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        raise MissingRank(
+            f"rank {rank} found nobody at {host}:{port} within {timeout.total_seconds():g} s; rank 0 must run "
+            "on the host MASTER_ADDR names, and the port must be open between the hosts."
+        ) from error
+    return dist.PrefixStore(f"shard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,0 +1,35 @@
+"""The few words ranks must exchange below the parts, so that parts need not know one another."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Coordinator(Protocol):
+    """What a checkpoint commits through and a gradient scaler agrees through.
+
+    Every method but the two properties is collective: all ranks call it, in the same order.
+    Collectives implement it; a test may hand in an object of its own.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the world, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s ``value`` on every rank."""
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's ``value`` on every rank, in rank order."""
+
+    def barrier(self, name: str = "barrier") -> None:
+        """Wait for every rank; one that does not come is named by ``MissingRank``."""
+
+    def any_true(self, flag: bool) -> bool:
+        """Tell every rank whether any rank said ``True``."""

@@ -1,0 +1,110 @@
+"""Every exception of the project; each message is one sentence: what was wrong, what is right, and the cure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardError(Exception):
+    """Catch this to catch whatever Shard raises on purpose."""
+
+
+class UnknownStrategy(ShardError, LookupError):
+    """No installed distribution offers a strategy of this name."""
+
+
+class AmbiguousStrategy(ShardError, LookupError):
+    """Two installed distributions claim the same name."""
+
+
+class IncompatibleBackend(ShardError, ImportError):
+    """A backend asks for another version of ``shard-core`` than the one installed."""
+
+
+class StrategyUnavailable(ShardError, ImportError):
+    """A backend is installed but cannot run here: a library, a version or a device is missing."""
+
+
+class BrokenBackend(ShardError, ImportError):
+    """A backend's plugin or factory fails to import or does not keep the plugin contract."""
+
+
+class MissingCapability(ShardError, NotImplementedError):
+    """The strategy does not offer what was asked of it."""
+
+
+class InvalidOption(ShardError, ValueError):
+    """An argument has a name, a type or a value that is not allowed."""
+
+
+class UnsupportedPrecision(ShardError, ValueError):
+    """The precision is unknown, or the strategy cannot honour it."""
+
+
+class PrecisionMismatch(ShardError, TypeError):
+    """After setup a tensor has another dtype than the precision's table says."""
+
+
+class SetupError(ShardError, RuntimeError):
+    """A module or an optimizer cannot be set up, or is used before it was."""
+
+
+class NonFiniteGradient(ShardError, FloatingPointError):
+    """The global gradient norm is infinite or not a number, on every rank alike."""
+
+
+class CollectiveError(ShardError, RuntimeError):
+    """Ranks were asked to talk in a way that cannot work."""
+
+
+class MissingRank(CollectiveError, TimeoutError):
+    """Some ranks did not arrive where the others wait; the message names them."""
+
+
+class LaunchError(ShardError, RuntimeError):
+    """Ranks could not be started, or the function handed to ``launch`` cannot travel to them."""
+
+
+class RankFailed(LaunchError):
+    """A rank raised or died; the message carries its own traceback."""
+
+
+class CheckpointError(ShardError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """The path holds no committed checkpoint."""
+
+
+class CheckpointCorrupted(CheckpointError):
+    """The bytes on disk are not those that were committed; the message names the tensors."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint and the objects to restore differ; the message lists every difference."""
+
+
+class CannotReplay(ShardError, RuntimeError):
+    """A constructor did something that recording cannot follow; the message names the operation."""
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """Suggest the closest allowed word, ready to be put into a message.
+
+    Args:
+        word: What the user typed.
+        allowed: What would have been right.
+
+    Returns:
+        ``"; did you mean 'fsdp'?"``, or an empty string when nothing is close.
+
+    Example:
+        >>> nearest("fsdpp", ["ddp", "fsdp", "single"])
+        "; did you mean 'fsdp'?"
+        >>> nearest("zzz", ["ddp"])
+        ''
+    """
+    close = difflib.get_close_matches(word, list(allowed), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

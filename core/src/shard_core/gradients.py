@@ -1,0 +1,157 @@
+"""The true global norm of gradients however they are laid out, and scaling and clipping them in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from shard_core.collectives.interface import Collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalGradient:
+    """This rank's part of one parameter's gradient.
+
+    Attributes:
+        tensor: The part, changed in place by scaling and clipping; may be empty.
+        sharded_over: The process groups whose other ranks hold the other parts; empty if this rank
+            holds all of it, as every rank does that holds it too.
+    """
+
+    tensor: torch.Tensor
+    sharded_over: tuple[Any, ...] = ()
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[LocalGradient]:
+    """Take the gradients of plain and DTensor parameters.
+
+    Args:
+        parameters: Parameters; those without a gradient are left out.
+
+    Returns:
+        This rank's parts, sharing memory with ``.grad``.
+    """
+    gradients = []
+    groups: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    # Without autograd a DTensor shows its local tensor at once.
+    with torch.no_grad():
+        for parameter in parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                if any(isinstance(placement, Partial) for placement in gradient.placements):
+                    whole = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+                    parameter.grad = gradient = gradient.redistribute(placements=whole)
+                layout = gradient.device_mesh, gradient.placements
+                if layout not in groups:
+                    groups[layout] = _sharded_over(*layout)
+                gradients.append(LocalGradient(gradient.to_local(), groups[layout]))
+            elif gradient is not None:
+                gradients.append(LocalGradient(gradient))
+    return gradients
+
+
+def _sharded_over(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Any, ...]:
+    return tuple(
+        mesh.get_group(axis) for axis, placement in enumerate(placements) if not isinstance(placement, Replicate)
+    )
+
+
+def total_norm(gradients: Sequence[LocalGradient], norm_type: float, collectives: Collectives) -> torch.Tensor:
+    """Compute the norm of all gradients as one vector, the same on every rank.
+
+    Replicated gradients count once; each set of shards costs one reduction of one number per axis.
+
+    Args:
+        gradients: This rank's parts; every rank gives the parts of the same parameters.
+        norm_type: Which p-norm; ``math.inf`` for the largest absolute value.
+        collectives: What ranks talk through.
+
+    Returns:
+        A 0-d tensor.
+    """
+    layouts: dict[tuple[int, ...], list[LocalGradient]] = {}
+    for gradient in gradients:
+        layouts.setdefault(tuple(map(id, gradient.sharded_over)), []).append(gradient)
+    norms = [_norm_of_layout(parts, norm_type, collectives) for parts in layouts.values()]
+    if not norms:
+        return torch.zeros(())
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _norm_of_layout(parts: Sequence[LocalGradient], norm_type: float, collectives: Collectives) -> torch.Tensor:
+    filled = [part.tensor for part in parts if part.tensor.numel()]
+    norm = torch.nn.utils.get_total_norm(filled, norm_type) if filled else parts[0].tensor.new_zeros(())
+    groups = parts[0].sharded_over
+    if not groups:
+        return norm
+    if math.isinf(norm_type):
+        for group in groups:
+            norm = collectives.all_reduce(norm, group, "max")
+        return norm
+    # Powers of norms are summed in float64, where they neither overflow nor lose what small shards add.
+    power = norm.double() ** norm_type
+    for group in groups:
+        power = collectives.all_reduce(power, group, "sum")
+    return (power ** (1.0 / norm_type)).to(norm.dtype)
+
+
+def scale(gradients: Sequence[LocalGradient], factor: float) -> None:
+    """Multiply gradients in place.
+
+    Args:
+        gradients: This rank's parts.
+        factor: The same on every rank.
+    """
+    for gradient in gradients:
+        gradient.tensor.mul_(factor)
+
+
+def clip_norm(gradients: Sequence[LocalGradient], max_norm: float, norm: torch.Tensor) -> None:
+    """Shrink gradients in place so that their norm is at most ``max_norm``.
+
+    Args:
+        gradients: This rank's parts.
+        max_norm: The bound.
+        norm: What ``total_norm`` returned.
+    """
+    torch.nn.utils.clip_grads_with_norm_([_carrier(part.tensor) for part in gradients], max_norm, norm)
+
+
+def _carrier(gradient: torch.Tensor) -> torch.Tensor:
+    # torch clips what parameters carry, and all in one kernel; this stands in for the local parameter.
+    carrier = gradient.detach()
+    carrier.grad = gradient
+    return carrier
+
+
+def clip_values(gradients: Sequence[LocalGradient], clip_val: float) -> None:
+    """Clamp every gradient element in place to ``[-clip_val, clip_val]``.
+
+    Args:
+        gradients: This rank's parts.
+        clip_val: The bound.
+    """
+    for gradient in gradients:
+        gradient.tensor.clamp_(-clip_val, clip_val)
+
+
+def all_finite(gradients: Sequence[LocalGradient]) -> bool:
+    """Tell whether this rank's parts hold neither infinities nor NaNs.
+
+    Args:
+        gradients: This rank's parts.
+
+    Returns:
+        The answer for this rank alone.
+    """
+    filled = [gradient.tensor for gradient in gradients if gradient.tensor.numel()]
+    return not filled or bool(torch.nn.utils.get_total_norm(filled, math.inf).isfinite())

@@ -1,0 +1,1 @@
+"""Who runs: joining ranks that exist, or starting them on this host."""

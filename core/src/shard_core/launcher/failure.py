@@ -1,0 +1,69 @@
+"""Finding the first of several failed ranks, and saying what it died of."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+
+from shard_core.errors import LaunchError, RankFailed
+from shard_core.launcher.rank_call import LINGER_SECONDS
+from shard_core.launcher.report import DONE, FAILED, REFUSED, Report, read_report
+from shard_core.launcher.travel import UNGUARDED, UNGUARDED_EXIT
+from shard_core.launcher.watch import Death
+
+
+def explain(folder: str, num_processes: int, exits: Mapping[int, int], deaths: Sequence[Death]) -> LaunchError:
+    """Make the error of a launch that failed.
+
+    Args:
+        folder: Where the ranks reported.
+        num_processes: How many ranks there were.
+        exits: Exit status of the ranks the agent saw fail.
+        deaths: The ends of ranks in the order in which they were noticed.
+
+    Returns:
+        The error to raise: about the rank that failed first, not those it took with it.
+    """
+    reports = [report for rank in range(num_processes) if (report := read_report(folder, rank))]
+    refused = [report for report in reports if report.state == REFUSED]
+    if refused:
+        return LaunchError(refused[0].cause)
+    if not reports and UNGUARDED_EXIT in exits.values():
+        return LaunchError(UNGUARDED)
+    raised = sorted((report for report in reports if report.state == FAILED), key=lambda report: report.when)
+    silent = _first_silent(reports, exits, deaths)
+    if raised and (silent is None or silent.when > raised[0].when + LINGER_SECONDS):
+        first = raised[0]
+        return RankFailed(f"rank {first.rank} of {num_processes} failed: {first.cause}\n\n{first.detail}")
+    assert silent is not None
+    return _died(silent, num_processes, reports)
+
+
+def _first_silent(reports: Sequence[Report], exits: Mapping[int, int], deaths: Sequence[Death]) -> Death | None:
+    """Find the rank that died first of those that said nothing about it."""
+    spoke = {report.rank for report in reports if report.state == FAILED}
+    for death in deaths:
+        if death.rank not in spoke:
+            code = exits.get(death.rank) if death.code is None else death.code
+            return Death(rank=death.rank, code=code, when=death.when)
+    unseen = [Death(rank=rank, code=code, when=0.0) for rank, code in exits.items() if rank not in spoke]
+    return unseen[0] if unseen else None
+
+
+def _died(death: Death, num_processes: int, reports: Sequence[Report]) -> RankFailed:
+    states = {report.rank: report.state for report in reports}
+    stage = {None: " before it reached the function", DONE: " after the function had returned"}
+    when = stage.get(states.get(death.rank), "")
+    said = "; what it printed stands above"
+    if death.code is None:
+        how = "left without an error or a result"
+    elif death.code < 0:
+        how = f"was ended by signal {_signal_name(-death.code)}"
+        said = " (often: out of memory)" if -death.code == signal.SIGKILL else said
+    else:
+        how = f"left with exit status {death.code}"
+    return RankFailed(f"rank {death.rank} of {num_processes} {how}{when}{said}.")
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else str(number)

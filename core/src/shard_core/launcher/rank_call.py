@@ -1,0 +1,107 @@
+"""What runs in a process that ``ElasticLauncher`` started: the user's call, with its end reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from shard_core.launcher.report import DONE, FAILED, REFUSED, STARTED, Report
+
+# A rank that raises stays this long before it ends. So the launcher sees first a rank that died without
+# a word, and not the others, which raise because their peer hung up on them.
+LINGER_SECONDS = 0.5
+# How long a rank whose launcher is gone may use for its own clean-up.
+_ORPHAN_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankCall:
+    """A call on its way to the ranks.
+
+    Attributes:
+        folder: Where each rank reports.
+        function: What to call.
+        args: With what.
+    """
+
+    folder: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def run_rank(call: RankCall) -> bytes | None:
+    """Make the call on this rank and report how it ended.
+
+    Args:
+        call: The call.
+
+    Returns:
+        On rank 0 the result, pickled: a tensor handed over by shared memory would die with its rank.
+    """
+    threading.Thread(target=_leave_with_launcher, daemon=True).start()
+    rank = int(os.environ["RANK"])
+    Report(rank=rank, state=STARTED).write(call.folder)
+    try:
+        result = _call(call)
+    except KeyboardInterrupt:
+        Report(rank=rank, state=FAILED, cause="was interrupted").write(call.folder)
+        raise SystemExit(130) from None
+    except BaseException as error:
+        Report(rank=rank, state=FAILED, cause=_cause(error), detail=_detail(error)).write(call.folder)
+        time.sleep(LINGER_SECONDS)
+        raise
+    packed = _pack(result, call.folder) if rank == 0 else None
+    Report(rank=rank, state=DONE).write(call.folder)
+    return packed
+
+
+def _call(call: RankCall) -> Any:
+    try:
+        return call.function(*call.args)
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            return None
+        raise
+
+
+def _pack(result: Any, folder: str) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        kind = f"{type(result).__module__}.{type(result).__qualname__}".removeprefix("builtins.")
+        cause = (
+            f"rank 0 returned an object of type {kind}, which cannot be sent back ({error}); "
+            "return plain values, tensors or state dicts."
+        )
+        Report(rank=0, state=REFUSED, cause=cause).write(folder)
+        raise
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r})"
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _detail(error: BaseException) -> str:
+    """Format the traceback from the user's function on; the frames above it are this module's."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).strip()
+
+
+def _leave_with_launcher() -> None:
+    """End this rank when its launcher is gone: it may hang in a collective that no signal ends."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    time.sleep(_ORPHAN_SECONDS)
+    os._exit(1)

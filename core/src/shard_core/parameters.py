@@ -1,0 +1,145 @@
+"""Parameters by their names, so that optimizers follow them through sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shard_core.errors import SetupError
+
+#: Module attributes under which wrappers keep what they wrap; they never appear in a name.
+WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """Remove what compiling and activation checkpointing put into a name.
+
+    Args:
+        name: A name from ``named_parameters`` or ``named_modules``.
+
+    Returns:
+        The name the user's own module has for it.
+
+    Example:
+        >>> plain_name("blocks.0._orig_mod.attention.weight")
+        'blocks.0.attention.weight'
+    """
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+class ParameterNames:
+    """The names a module's parameters had at one moment, tied ones under several names.
+
+    The parameter objects are kept alive, so that an identity names one parameter only.
+
+    Args:
+        module: Any module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._owners.setdefault(id(parameter), (parameter, []))[1].append(plain_name(name))
+
+    def __contains__(self, parameter: object) -> bool:
+        """Tell whether the module had this very parameter."""
+        return id(parameter) in self._owners
+
+    def of(self, parameter: torch.Tensor) -> str:
+        """Return the first name of a parameter the module had."""
+        return self._owners[id(parameter)][1][0]
+
+    @property
+    def ties(self) -> list[list[str]]:
+        """The names of each parameter that has several."""
+        return [names for _, names in self._owners.values() if len(names) > 1]
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Iterate over the parameters, each once."""
+        return (parameter for parameter, _ in self._owners.values())
+
+    def repoint(self, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
+        """Make optimizers step the parameters a module has now instead of those it had.
+
+        Groups, hyper-parameters and learning-rate schedulers stay what they are: the lists in the
+        groups are changed in place. State that exists already is laid out like the new parameters.
+
+        Args:
+            optimizers: Optimizers made over the parameters the module had.
+            module: The same module, with new parameters under the old names.
+
+        Raises:
+            SetupError: If an optimizer holds a parameter the module did not have.
+        """
+        now = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                replaced = [(old, now[self._known(old)]) for old in group["params"]]
+                group["params"][:] = [new for _, new in replaced]
+                for old, new in replaced:
+                    if old in optimizer.state:
+                        optimizer.state[new] = {
+                            slot: laid_out_like(new, value) for slot, value in optimizer.state.pop(old).items()
+                        }
+
+    def _known(self, parameter: torch.Tensor) -> str:
+        if parameter in self:
+            return self.of(parameter)
+        raise SetupError(
+            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that the module does not have; "
+            "set up the module it belongs to, or make the optimizer from this module's parameters()."
+        )
+
+
+def laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
+    """Bring a value of optimizer state to the device, dtype and shards of its parameter.
+
+    Args:
+        parameter: A plain tensor or a DTensor.
+        value: A tensor of the parameter's whole shape, the same on every rank; anything else, such as
+            a step count, is returned as it is.
+
+    Returns:
+        The value in the parameter's layout.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != parameter.shape:
+        return value
+    value = value.to(parameter.device, parameter.dtype if value.is_floating_point() else value.dtype)
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Give what of a tensor lives on this rank, sharing its memory.
+
+    Args:
+        tensor: A plain tensor or a DTensor.
+
+    Returns:
+        A plain tensor without a gradient of its own.
+    """
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def check_no_gradients(names: ParameterNames) -> None:
+    """Refuse to re-make parameters that carry gradients, which would be lost.
+
+    Args:
+        names: The parameters about to be sharded.
+
+    Raises:
+        SetupError: Naming the first parameter with a gradient.
+    """
+    for parameter in names.parameters():
+        if parameter.grad is not None:
+            raise SetupError(
+                f"parameter {names.of(parameter)!r} has a gradient already, which setup would lose; "
+                "call zero_grad() first, or set up before the first backward."
+            )

@@ -1,0 +1,37 @@
+"""What a backend says about a strategy before anything of it is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shard_core.capability import Capability
+    from shard_core.options import Option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyInfo:
+    """The visiting card of a strategy: pure data, readable without torch.
+
+    Attributes:
+        name: The word users type.
+        summary: One line about what it does.
+        factory: Where the class is, as ``"package.module:Class"``; imported only to build it.
+        capabilities: The optional promises it makes.
+        precisions: The precision names it honours, in the order people should consider them.
+        devices: The device types it runs on.
+        options: Its own keyword arguments, beyond those every strategy takes.
+        presets: Option values that this name stands for, e.g. ``{"stage": 2}``.
+    """
+
+    name: str
+    summary: str
+    factory: str
+    capabilities: frozenset[Capability] = frozenset()
+    precisions: tuple[str, ...] = ("32-true",)
+    devices: tuple[str, ...] = ("cpu",)
+    options: tuple[Option, ...] = ()
+    presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)

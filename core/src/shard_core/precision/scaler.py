@@ -1,0 +1,72 @@
+"""Gradient scaling for float16, agreed over all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(kw_only=True)
+class GradientScaler:
+    """Keeps the factor that lifts small float16 gradients above zero.
+
+    The schedule is that of "Mixed Precision Training" (Micikevicius et al., 2018, section 3.2) as in
+    ``torch.amp.GradScaler``: halve after an overflow, double after ``growth_interval`` clean steps.
+    The factor changes only when the next backward begins, so that several optimizers stepped after
+    one another unscale by the factor their gradients were made with.
+
+    Attributes:
+        factor: What the loss is multiplied by.
+        growth_factor: What ``factor`` is multiplied by after enough clean steps.
+        backoff_factor: What it is multiplied by after a step with a non-finite gradient.
+        growth_interval: How many clean steps in a row are enough.
+
+    Example:
+        >>> scaler = GradientScaler(factor=8.0)
+        >>> scaler.record(finite=False)
+        >>> scaler.begin_backward()
+        4.0
+    """
+
+    factor: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    _clean_steps: int = 0
+    _outcomes: list[bool] = dataclasses.field(default_factory=list)
+
+    def begin_backward(self) -> float:
+        """Settle the steps since the last backward.
+
+        Returns:
+            The factor to scale this backward's loss by.
+        """
+        if self._outcomes:
+            if all(self._outcomes):
+                self._clean_steps += 1
+                if self._clean_steps >= self.growth_interval:
+                    self.factor *= self.growth_factor
+                    self._clean_steps = 0
+            else:
+                self.factor *= self.backoff_factor
+                self._clean_steps = 0
+            self._outcomes.clear()
+        return self.factor
+
+    def record(self, *, finite: bool) -> None:
+        """Note how an optimizer step went.
+
+        Args:
+            finite: Whether all gradients of all ranks were finite; the same on every rank.
+        """
+        self._outcomes.append(finite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settled factor and the count of clean steps."""
+        return {"factor": self.begin_backward(), "clean_steps": self._clean_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        self.factor, self._clean_steps = float(state["factor"]), int(state["clean_steps"])
+        self._outcomes.clear()

@@ -1,0 +1,44 @@
+"""What stays whole on every rank: the same start from rank 0, and averaged gradients."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shard_core.initialization.recording import is_recorded
+
+
+def send_values(module: nn.Module) -> None:
+    """Give every rank the values of rank 0's parameters and buffers.
+
+    Args:
+        module: The same on every rank but for values; tensors that have none yet are left out.
+    """
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not is_recorded(tensor) and dist.get_world_size() > 1:
+                dist.broadcast(tensor.data, src=0)
+
+
+class AveragedScalars:
+    """Averages the gradients of a module's 0-d parameters, which no engine shards, as backward makes them.
+
+    Args:
+        module: A module whose other parameters are sharded.
+
+    Attributes:
+        deferred: While True, gradients add up on this rank; the next backward averages their sum.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.deferred = False
+        for parameter in module.parameters():
+            if parameter.dim() == 0 and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._average)
+
+    def _average(self, parameter: torch.Tensor) -> None:
+        # Averaging what was averaged before changes nothing, so the sum over micro-batches comes out right.
+        if not self.deferred and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()

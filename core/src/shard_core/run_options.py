@@ -1,0 +1,135 @@
+"""What every strategy can be told about a run, declared once: where, on how many, in which dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from shard_core.collectives.interface import Collectives
+from shard_core.errors import InvalidOption, nearest
+from shard_core.launcher.interface import Launcher, ProcessInfo
+from shard_core.options import option
+from shard_core.precision.interface import Precision, PrecisionPolicy
+from shard_core.precision.policies import resolve_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+_ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "xla": "xla", "tpu": "xla"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The arguments every strategy takes, checked and brought to one spelling on construction.
+
+    Raises:
+        InvalidOption: If an argument has a type or a value that is not allowed.
+        UnsupportedPrecision: If there is no precision of that name.
+
+    Example:
+        >>> run = RunOptions(accelerator="gpu", devices="2", precision="bf16")
+        >>> run.accelerator, run.devices, run.precision
+        ('cuda', 2, 'bf16-mixed')
+        >>> RunOptions(devices=0)
+        Traceback (most recent call last):
+        ...
+        shard_core.errors.InvalidOption: devices is 0; allowed are 'auto', a number from 1 up, or a list of \
+device numbers such as [0, 1].
+    """
+
+    accelerator: str = option("auto", "device type: auto, cpu, cuda (or gpu), xla (or tpu)")
+    devices: int | str | Sequence[int] = option(
+        "auto",
+        "ranks on this host: a number, a list of device numbers, or auto: the ranks that exist, "
+        "else all accelerators, else 1 on CPU",
+    )
+    parallel_devices: Sequence[torch.device] | None = option(
+        None, "the devices of this host's ranks themselves, instead of accelerator and devices"
+    )
+    num_nodes: int = option(1, "number of hosts")
+    cluster_environment: ProcessInfo | None = option(
+        None, "this process's place among the ranks, where no launcher that is recognised tells it"
+    )
+    precision: str | int | PrecisionPolicy | Precision = option(
+        "32-true", "which dtype where: a name, a table of dtypes, or the part that applies it"
+    )
+    collectives: str | Collectives | None = option(
+        None, "how ranks talk: an object, or a name the strategy lists; None for the strategy's own"
+    )
+    launcher: Launcher | None = option(
+        None, "who brings up the ranks; None joins those that exist, else starts them on this host"
+    )
+    checkpoint_io: Any = option(None, "where checkpoints are written; None for local or shared disk")
+    process_group_backend: str | None = option(
+        None, "torch.distributed's backend, such as gloo or nccl; None for the one that fits the device"
+    )
+    timeout: timedelta = option(timedelta(minutes=30), "how long a collective of the training step may take")
+    guard_timeout: timedelta = option(
+        timedelta(seconds=60),
+        "how long to wait before naming a rank that does not come to setup, save, load or barrier",
+    )
+
+    def __post_init__(self) -> None:
+        """Check every argument and replace the short spellings."""
+        set_field = object.__setattr__
+        set_field(self, "accelerator", _accelerator(self.accelerator))
+        set_field(self, "devices", _devices(self.devices))
+        if not _is_count(self.num_nodes):
+            raise InvalidOption(f"num_nodes is {self.num_nodes!r}; it must be a whole number from 1 up.")
+        if isinstance(self.precision, str | int):
+            set_field(self, "precision", resolve_name(self.precision))
+        for name, allowed in _TYPES.items():
+            _check_type(name, getattr(self, name), allowed)
+        if self.parallel_devices is not None and len(self.parallel_devices) == 0:
+            raise InvalidOption("parallel_devices is empty; give one device per rank on this host, or None.")
+        for name in ("timeout", "guard_timeout"):
+            if getattr(self, name) <= timedelta(0):
+                raise InvalidOption(f"{name} is {getattr(self, name)!r}; it must be longer than nothing.")
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "parallel_devices": (list, tuple, type(None)),
+    "cluster_environment": (ProcessInfo, type(None)),
+    "precision": (str, PrecisionPolicy, Precision),
+    "collectives": (str, Collectives, type(None)),
+    "launcher": (Launcher, type(None)),
+    "process_group_backend": (str, type(None)),
+    "timeout": (timedelta,),
+    "guard_timeout": (timedelta,),
+}
+
+
+def _check_type(name: str, value: object, allowed: tuple[type, ...]) -> None:
+    if not isinstance(value, allowed):
+        listed = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+        raise InvalidOption(f"{name} is {value!r}, of type {type(value).__name__}; it must be {listed}.")
+
+
+def _accelerator(value: object) -> str:
+    if not isinstance(value, str) or value not in _ACCELERATORS:
+        hint = nearest(str(value), _ACCELERATORS)
+        raise InvalidOption(f"accelerator is {value!r}{hint or ';'} allowed are: {', '.join(_ACCELERATORS)}.")
+    return _ACCELERATORS[value]
+
+
+def _devices(value: object) -> int | str | tuple[int, ...]:
+    if value == "auto":
+        return "auto"
+    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+    if _is_count(number):
+        return number
+    if isinstance(value, list | tuple) and value and all(type(each) is int and each >= 0 for each in value):
+        if len(set(value)) < len(value):
+            raise InvalidOption(f"devices is {value!r}, which names one twice; every rank needs its own.")
+        return tuple(value)
+    raise InvalidOption(
+        f"devices is {value!r}; allowed are 'auto', a number from 1 up, or a list of device numbers such as [0, 1]."
+    )
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """Tell whether a value is a whole number from 1 up; ``True`` is not one."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,1 @@
+"""The built-in strategies, which come in by the same door as strangers."""

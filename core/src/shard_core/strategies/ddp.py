@@ -1,0 +1,112 @@
+"""Data parallel training on torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.collectives.process_group import ProcessGroupCollectives
+from shard_core.errors import InvalidOption, MissingCapability
+from shard_core.replicas import send_values
+from shard_core.strategies.config import DDPConfig
+from shard_core.strategies.plugin import DDP
+from shard_core.strategy import Strategy
+from shard_core.strategy.torch_engine import TorchEngine
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.collectives.interface import Collectives
+    from shard_core.parameters import ParameterNames
+
+
+class DDPStrategy(TorchEngine, Strategy):
+    """Keeps a whole copy of the module on every rank and averages gradients while backward runs.
+
+    Example:
+        >>> DDPStrategy(devices=2, bucket_cap_mb=10).config.bucket_cap_mb
+        10
+    """
+
+    default_info = DDP
+    config_type = DDPConfig
+    config: DDPConfig
+    _ran: weakref.WeakSet[torch.nn.Module]
+
+    def engine_collectives(self, name: str | None) -> Collectives:
+        """Talk through a process group."""
+        if name not in (None, "process_group"):
+            raise InvalidOption(f"strategy 'ddp' has no collectives {name!r}; it has: 'process_group'.")
+        return ProcessGroupCollectives(
+            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
+        )
+
+    def engine_mesh(self) -> DeviceMesh | None:
+        """Need no mesh: every rank sees its own data."""
+        # Made on the rank it serves: weak references cannot travel there with the strategy.
+        self._ran = weakref.WeakSet()
+        return None
+
+    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
+        """Build as plain PyTorch does, on every rank."""
+        del empty_init
+        return contextlib.nullcontext()
+
+    def engine_setup(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
+    ) -> torch.nn.Module:
+        """Move the module to the device and wrap it; rank 0's values go to all ranks."""
+        module.to(self.root_device)
+        names.repoint(optimizers, module)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            # DistributedDataParallel refuses a module without gradients; there is nothing to average.
+            send_values(module)
+            return module
+        wrapped = DistributedDataParallel(
+            module,
+            device_ids=[self.root_device] if self.root_device.type == "cuda" else None,
+            **_arguments(self.config),
+        )
+        wrapped.register_forward_hook(self._note_forward)
+        return wrapped
+
+    def _note_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        del args, output
+        self._ran.add(module)
+
+    def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
+        """Run autograd; what did not run through the wrapper's forward would not be averaged."""
+        if isinstance(module, DistributedDataParallel) and module not in self._ran:
+            raise MissingCapability(
+                "strategy 'ddp' does not promise ENTRY_METHODS: this loss did not come through the module that setup "
+                "returned, so its gradients would stay on their rank; call that module, not a method of unwrap(module)."
+            )
+        self._ran.discard(module)
+        super().engine_backward(loss, module, **kwargs)
+
+    def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Let gradients add up locally."""
+        return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+
+    def engine_state(
+        self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> TrainingState:
+        """Describe whole tensors, which ranks write in turn."""
+        return TensorState(modules, optimizers, rank=self.global_rank, world_size=self.world_size)
+
+
+def _arguments(config: DDPConfig) -> dict[str, Any]:
+    """Spell the options as this torch's DistributedDataParallel wants them."""
+    arguments = dataclasses.asdict(config)
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+        arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers")
+    return arguments

@@ -1,0 +1,43 @@
+"""What core says about its built-in strategies, through the same door as every backend; pure data."""
+
+from __future__ import annotations
+
+from shard_core.capability import Capability
+from shard_core.options import options_of
+from shard_core.plugins import StrategyInfo, hookimpl
+from shard_core.strategies.config import DDPConfig, SingleConfig
+
+_UNSHARDED = frozenset(Capability) - {Capability.META_INIT, Capability.CPU_OFFLOAD}
+_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+
+SINGLE = StrategyInfo(
+    name="single",
+    summary="one process on one device: plain PyTorch, the reference for all others",
+    factory="shard_core.strategies.single:SingleStrategy",
+    capabilities=_UNSHARDED,
+    precisions=_PRECISIONS,
+    devices=("cpu", "cuda"),
+    options=options_of(SingleConfig),
+)
+
+DDP = StrategyInfo(
+    name="ddp",
+    summary="a whole copy of the model on every rank, gradients averaged while backward runs",
+    factory="shard_core.strategies.ddp:DDPStrategy",
+    # DistributedDataParallel averages gradients of what ran through its forward only.
+    capabilities=_UNSHARDED - {Capability.ENTRY_METHODS},
+    precisions=_PRECISIONS,
+    devices=("cpu", "cuda"),
+    options=options_of(DDPConfig),
+)
+
+
+@hookimpl
+def shard_strategy(name: str) -> StrategyInfo | None:
+    """Describe a built-in strategy.
+
+    Example:
+        >>> shard_strategy("single").summary
+        'one process on one device: plain PyTorch, the reference for all others'
+    """
+    return {info.name: info for info in (SINGLE, DDP)}.get(name)

@@ -1,0 +1,77 @@
+"""One process on one device: plain PyTorch behind the common interface."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.collectives.single import SingleCollectives
+from shard_core.errors import InvalidOption
+from shard_core.strategies.config import SingleConfig
+from shard_core.strategies.plugin import SINGLE
+from shard_core.strategy import Strategy
+from shard_core.strategy.torch_engine import TorchEngine
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.collectives.interface import Collectives
+    from shard_core.parameters import ParameterNames
+
+
+class SingleStrategy(TorchEngine, Strategy):
+    """Trains on one device without torch.distributed; what every other strategy is compared with.
+
+    Example:
+        >>> import torch
+        >>> strategy = SingleStrategy(accelerator="cpu")
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model, (optimizer,) = strategy.setup_module_and_optimizers(
+        ...     model, [torch.optim.SGD(model.parameters(), lr=0.1)]
+        ... )
+        >>> strategy.backward(model(torch.ones(4, 2)).mean(), model)
+        >>> strategy.optimizer_step(optimizer)
+        True
+        >>> strategy.teardown()
+    """
+
+    default_info = SINGLE
+    config_type = SingleConfig
+
+    def engine_collectives(self, name: str | None) -> Collectives:
+        """Talk to nobody."""
+        if name not in (None, "single"):
+            raise InvalidOption(f"strategy 'single' has no collectives {name!r}; it has: 'single'.")
+        return SingleCollectives()
+
+    def engine_mesh(self) -> DeviceMesh | None:
+        """Need no mesh."""
+        return None
+
+    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
+        """Build as plain PyTorch does."""
+        del empty_init
+        return contextlib.nullcontext()
+
+    def engine_setup(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
+    ) -> torch.nn.Module:
+        """Move the module to the device."""
+        module.to(self.root_device)
+        names.repoint(optimizers, module)
+        return module
+
+    def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Have nothing to defer."""
+        del module
+        return contextlib.nullcontext()
+
+    def engine_state(
+        self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> TrainingState:
+        """Describe whole tensors."""
+        return TensorState(modules, optimizers, rank=0, world_size=1)

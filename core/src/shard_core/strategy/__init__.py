@@ -1,0 +1,44 @@
+"""The strategy: the one object a user holds, one file per part of its life, in the order a run meets them."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from shard_core.mesh import DataRanks
+from shard_core.strategy.remembering import Remembering
+
+
+class Strategy(Remembering):
+    """Trains modules on one kind of engine; the same calls give the same result on every other.
+
+    Build it with ``get_strategy``; all arguments are keywords. Nothing is started before ``launch``,
+    ``setup_environment`` or a ``with`` statement. A backend's class stands one level below and
+    implements the members of ``Engine``; it overrides none of those users call.
+
+    Args:
+        info: What is known of the strategy under the name it was asked for; None for its default name.
+        arguments: Those every strategy takes (the fields of ``RunOptions``) and the strategy's own
+            (the fields of its ``config_type``).
+
+    Raises:
+        InvalidOption: If an argument has a name, a type or a value that is not allowed.
+        UnsupportedPrecision: If there is no such precision.
+    """
+
+    def teardown(self) -> None:
+        """Leave the other ranks and forget modules and optimizers; does nothing the second time."""
+        self._registry.clear()
+        self._mesh = None
+        self._data = DataRanks(rank=0, size=1)
+        if self._placement is not None:
+            self._placement = None
+            self.collectives.close()
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self.setup_environment()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop."""
+        self.teardown()

@@ -1,0 +1,161 @@
+"""From a module as the user wrote it to one that is set up, with its optimizers and its data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from shard_core.capability import Capability
+from shard_core.data import ShardedLoader, move
+from shard_core.errors import InvalidOption, SetupError
+from shard_core.parameters import ParameterNames, check_no_gradients
+from shard_core.randomness import part_ways, shared_generator
+from shard_core.strategy.accumulation import Accumulation
+from shard_core.strategy.forward import ForwardPrecision
+from shard_core.strategy.registry import SetUpModule
+from shard_core.strategy.starting import Starting
+
+T = TypeVar("T")
+
+
+class Building(Starting):
+    """Sets up modules, optimizers and data loaders."""
+
+    @contextlib.contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build modules inside: cheaply where the engine shards, and with the values of a plain build.
+
+        Args:
+            empty_init: True promises that a checkpoint will fill every value, so none need be computed.
+        """
+        self.setup_environment()
+        with shared_generator(self.collectives), self.engine_init_context(bool(empty_init)):
+            yield
+
+    def module_sharded_context(self) -> contextlib.AbstractContextManager[None]:
+        """Give the context in which users wrap submodules by hand; setup wraps what they leave."""
+        return contextlib.nullcontext()
+
+    def setup_module_and_optimizers(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+        """Bring a module and its optimizers to this strategy's devices, shards and dtypes.
+
+        Args:
+            module: Not yet set up.
+            optimizers: Made over its parameters; they are changed in place and stay the same objects.
+
+        Returns:
+            The module to call, and the optimizers.
+
+        Raises:
+            SetupError: If the module was set up before, or an optimizer holds foreign parameters.
+            PrecisionMismatch: If a tensor has another dtype afterwards than the precision says.
+        """
+        if isinstance(optimizers, torch.optim.Optimizer):
+            raise InvalidOption(
+                "optimizers is one optimizer; give a list: setup_module_and_optimizers(module, [optimizer])."
+            )
+        if len(optimizers) > 1:
+            self._require(Capability.MULTIPLE_OPTIMIZERS)
+        return self._set_up(module, list(optimizers)), list(optimizers)
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Set up a module alone, for inference or for an optimizer that comes later.
+
+        Args:
+            module: Not yet set up.
+
+        Returns:
+            The module to call.
+        """
+        self._require(Capability.INFERENCE)
+        return self._set_up(module, [])
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Set up an optimizer whose module was set up before.
+
+        Args:
+            optimizer: Over the module's parameters as they were before or as they are now.
+
+        Returns:
+            The same optimizer.
+
+        Raises:
+            SetupError: If no module with its parameters was set up.
+        """
+        known = self._registry.holder(optimizer)
+        self.engine_add_optimizer(known.module, optimizer, known.names)
+        known.optimizers[optimizer] = Accumulation()
+        return optimizer
+
+    def process_dataloader(
+        self, loader: torch.utils.data.DataLoader[Any], *, split_batches: bool = False
+    ) -> ShardedLoader:
+        """Let each data-parallel rank see its share of the data, on its device.
+
+        Args:
+            loader: A loader over all data; its batch size is that of one rank.
+            split_batches: Read the loader's batch size as that of all ranks together.
+
+        Returns:
+            An iterable of this rank's batches whose position can be saved and restored.
+
+        Raises:
+            InvalidOption: If batches are to be split and do not divide.
+        """
+        return ShardedLoader(
+            loader,
+            rank=self.distributed_sampler_kwargs["rank"],
+            world_size=self.distributed_sampler_kwargs["num_replicas"],
+            coordinator=self.collectives,
+            transfer=self.batch_to_device,
+            split_batches=split_batches,
+        )
+
+    def batch_to_device(self, batch: T) -> T:
+        """Move the tensors in a batch to this rank's device.
+
+        Args:
+            batch: Any nested structure.
+
+        Returns:
+            The same structure.
+        """
+        return move(batch, self.root_device)
+
+    def unwrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return the user's own module behind what setup returned.
+
+        Args:
+            module: What setup returned, or was given.
+        """
+        return self._registry.of(module).module
+
+    def _set_up(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.nn.Module:
+        if len(self._registry) and Capability.SEVERAL_MODULES not in self.info.capabilities:
+            self._require(Capability.SEVERAL_MODULES)
+        if self._registry.find(module) is not None:
+            raise SetupError(f"this {type(module).__name__} was set up already; use what setup returned.")
+        self.setup_environment()
+        self.collectives.barrier(f"setup of {type(module).__name__}")
+        names = ParameterNames(module)
+        check_no_gradients(names)
+        self.precision.convert_module(module)
+        called = self.engine_setup(module, optimizers, names)
+        self.precision.check_module(module)
+        if len(self._registry) == 0:
+            part_ways(self.distributed_sampler_kwargs["rank"])
+        self._registry.add(
+            SetUpModule(
+                module=module,
+                callable=called,
+                names=names,
+                forward=ForwardPrecision(called, self.precision, self.root_device.type),
+                optimizers={optimizer: Accumulation() for optimizer in optimizers},
+            )
+        )
+        return called

@@ -1,0 +1,129 @@
+"""What a backend implements: the few things in which engines really differ."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.collectives.interface import Collectives
+    from shard_core.gradients import LocalGradient
+    from shard_core.parameters import ParameterNames
+    from shard_core.plugins.info import StrategyInfo
+
+
+class Engine(abc.ABC):
+    """The members a strategy's author writes; users call those of ``Strategy``, which call these.
+
+    Order of calls: ``engine_collectives``, ``engine_mesh``; then per module
+    ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an optimizer that
+    comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients`` and
+    ``engine_step``; ``engine_state`` to save and load. Arguments were checked before.
+    """
+
+    #: What ``shard_strategy`` says of the strategy when its class is built without a name.
+    default_info: ClassVar[StrategyInfo]
+
+    #: The frozen dataclass of the backend's own options.
+    config_type: ClassVar[type]
+
+    @abc.abstractmethod
+    def engine_collectives(self, name: str | None) -> Collectives:
+        """Make the collectives this engine talks through, unconnected.
+
+        Args:
+            name: What the user chose among those the backend lists; None for the default.
+        """
+
+    @abc.abstractmethod
+    def engine_mesh(self) -> DeviceMesh | None:
+        """Build the mesh of devices, now that ranks are connected; None if the engine has none."""
+
+    @abc.abstractmethod
+    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
+        """Give the context in which users build modules.
+
+        Args:
+            empty_init: Whether values may be left unset because a checkpoint will fill them.
+        """
+
+    @abc.abstractmethod
+    def engine_setup(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
+    ) -> torch.nn.Module:
+        """Bring a module to its devices and shards, and point optimizers at what became of its parameters.
+
+        Args:
+            module: The user's module, its dtypes those of the precision.
+            optimizers: Optimizers over its parameters; may be empty.
+            names: The names its parameters have now.
+
+        Returns:
+            What the user calls from here on: the module itself, or a wrapper around it.
+        """
+
+    @abc.abstractmethod
+    def engine_add_optimizer(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> None:
+        """Point an optimizer that came after setup at a module's parameters.
+
+        Args:
+            module: The user's module, set up.
+            optimizer: An optimizer over its parameters, as they were before setup or as they are.
+            names: The names its parameters had before setup.
+        """
+
+    @abc.abstractmethod
+    def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Give a context in which backwards keep gradients on this rank.
+
+        Args:
+            module: What ``engine_setup`` returned.
+        """
+
+    @abc.abstractmethod
+    def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
+        """Run one backward; gradients add up, averaged over data-parallel ranks.
+
+        Args:
+            loss: A scalar.
+            module: What ``engine_setup`` returned.
+            kwargs: What the user passed through, for ``Tensor.backward``.
+        """
+
+    @abc.abstractmethod
+    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
+        """Give this rank's parts of the gradients an optimizer will step with, sharing their memory.
+
+        Args:
+            optimizer: One that was set up.
+        """
+
+    @abc.abstractmethod
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
+        """Step an optimizer.
+
+        Args:
+            optimizer: One that was set up; its gradients are final.
+            closure: Evaluates the loss again, gradients final; None without one.
+            kwargs: What the user passed through.
+        """
+
+    @abc.abstractmethod
+    def engine_state(
+        self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> TrainingState:
+        """Describe which parts of modules and optimizers live on this rank.
+
+        Args:
+            modules: The user's modules by the user's keys.
+            optimizers: Optimizers over them by the user's keys.
+        """

@@ -1,0 +1,108 @@
+"""The modules and optimizers that were set up, found again by identity."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from shard_core.errors import SetupError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from shard_core.parameters import ParameterNames
+    from shard_core.strategy.accumulation import Accumulation
+    from shard_core.strategy.forward import ForwardPrecision
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class SetUpModule:
+    """A module that was set up.
+
+    Attributes:
+        module: The user's own.
+        callable: What the user calls: the same, or the engine's wrapper.
+        names: The names its parameters had before setup.
+        forward: Its forward's precision.
+        optimizers: The optimizers over its parameters, with what their gradients still need.
+        deferring: Whether its backwards keep gradients on this rank just now.
+        gradients_hidden: Whether the last backward did: an engine may show no ``.grad`` until the next sync.
+    """
+
+    module: nn.Module
+    callable: nn.Module
+    names: ParameterNames
+    forward: ForwardPrecision
+    optimizers: dict[torch.optim.Optimizer, Accumulation]
+    deferring: bool = False
+    gradients_hidden: bool = False
+
+
+class Registry:
+    """All modules of one strategy."""
+
+    def __init__(self) -> None:
+        self._modules: list[SetUpModule] = []
+
+    def __len__(self) -> int:
+        """Count the modules."""
+        return len(self._modules)
+
+    def add(self, module: SetUpModule) -> None:
+        """Remember a module."""
+        self._modules.append(module)
+
+    def find(self, module: nn.Module) -> SetUpModule | None:
+        """Find a module by itself or by what the user calls."""
+        return next((known for known in self._modules if module in (known.module, known.callable)), None)
+
+    def of(self, module: nn.Module) -> SetUpModule:
+        """Find a module that must have been set up.
+
+        Raises:
+            SetupError: If it was not.
+        """
+        known = self.find(module)
+        if known is None:
+            raise SetupError(
+                f"this {type(module).__name__} was not set up by this strategy; pass it to "
+                "setup_module_and_optimizers() first and use what that returns."
+            )
+        return known
+
+    def owner(self, optimizer: torch.optim.Optimizer) -> SetUpModule:
+        """Find the module an optimizer was set up with.
+
+        Raises:
+            SetupError: If it was set up with none.
+        """
+        for known in self._modules:
+            if optimizer in known.optimizers:
+                return known
+        raise SetupError(
+            f"this {type(optimizer).__name__} was not set up by this strategy; pass it to "
+            "setup_module_and_optimizers() together with its module, or to setup_optimizer()."
+        )
+
+    def holder(self, optimizer: torch.optim.Optimizer) -> SetUpModule:
+        """Find the module whose parameters an optimizer holds, as they are or as they were.
+
+        Raises:
+            SetupError: If there is none.
+        """
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for known in self._modules:
+            now = {id(parameter) for parameter in known.module.parameters()}
+            if all(id(parameter) in now or parameter in known.names for parameter in held):
+                return known
+        raise SetupError(
+            f"this {type(optimizer).__name__} holds parameters of no module that was set up; "
+            "call setup_module() for the module first."
+        )
+
+    def clear(self) -> None:
+        """Forget all modules and give them their plain forwards back."""
+        for known in self._modules:
+            known.forward.remove()
+        self._modules.clear()

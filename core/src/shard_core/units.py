@@ -1,0 +1,113 @@
+"""Which submodules travel together: units of a sharded module, formed by bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from shard_core.parameters import plain_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Submodules whose parameters are gathered and reduced in one message.
+
+    Attributes:
+        names: The submodules' names, in the order they run.
+        modules: The submodules.
+        num_bytes: The size of their parameters.
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    num_bytes: int
+
+
+def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
+    """Group a module's repeated blocks into units of at least ``unit_bytes``.
+
+    Blocks are the outermost runs of siblings of one class: the layers of a transformer, the stages
+    of an MLP. Neighbours join one unit until it weighs enough, so that small blocks do not each pay
+    for a message of their own. What is left, and what shares a parameter with something outside
+    its unit, belongs to the root.
+
+    Args:
+        module: The whole module.
+        unit_bytes: How much a message should carry.
+
+    Returns:
+        The units in the order their blocks are registered, without the root's; empty if the whole
+        module weighs less than two units.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(4)])
+        >>> [unit.names for unit in find_units(model, unit_bytes=800)]
+        [('0', '1'), ('2', '3')]
+        >>> find_units(model, unit_bytes=2000)
+        []
+    """
+    if num_bytes(module) < 2 * unit_bytes:
+        return []
+    units: list[Unit] = []
+    for run in _runs_of_blocks(module):
+        units.extend(_grouped(run, unit_bytes))
+    return _without_shared(module, units)
+
+
+def num_bytes(*modules: nn.Module) -> int:
+    """Add up the size of the parameters of some modules, each counted once.
+
+    Args:
+        modules: Modules that may share parameters.
+
+    Returns:
+        Bytes.
+    """
+    parameters = {id(p): p for module in modules for p in module.parameters()}
+    return sum(p.numel() * p.element_size() for p in parameters.values())
+
+
+def _runs_of_blocks(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str, nn.Module]]]:
+    """Yield, outermost first, the siblings of one class that repeat."""
+    children = [(f"{prefix}{name}", child) for name, child in module.named_children() if num_bytes(child)]
+    # Containers without a forward of their own cannot be a unit; what they hold can.
+    classes = [type(child) for _, child in children if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    repeated = {kind for kind in classes if classes.count(kind) > 1}
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and repeated:
+        yield [(plain_name(name), child) for name, child in children if type(child) in repeated]
+        children = [(name, child) for name, child in children if type(child) not in repeated]
+    for name, child in children:
+        yield from _runs_of_blocks(child, f"{name}.")
+
+
+def _grouped(run: Sequence[tuple[str, nn.Module]], unit_bytes: int) -> list[Unit]:
+    groups: list[list[tuple[str, nn.Module]]] = [[]]
+    for block in run:
+        if groups[-1] and num_bytes(*(child for _, child in groups[-1])) >= unit_bytes:
+            groups.append([])
+        groups[-1].append(block)
+    # A last group that is too light would pay for a message of its own; its neighbour takes it in.
+    if len(groups) > 1 and num_bytes(*(child for _, child in groups[-1])) < unit_bytes // 2:
+        tail = groups.pop()
+        groups[-1].extend(tail)
+    return [
+        Unit(
+            tuple(name for name, _ in group),
+            tuple(child for _, child in group),
+            num_bytes(*(child for _, child in group)),
+        )
+        for group in groups
+    ]
+
+
+def _without_shared(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Leave to the root every unit that shares a parameter with another unit or with the rest."""
+    owners: dict[int, set[int]] = {}
+    inside = {id(part): number for number, unit in enumerate(units) for m in unit.modules for part in m.modules()}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(inside.get(id(part), -1))
+    shared = {number for numbers in owners.values() if len(numbers) > 1 for number in numbers}
+    return [unit for number, unit in enumerate(units) if number not in shared]

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from single_rank import load, save, state_of
+from thread_ranks import all_ranks, on_ranks
+from torch import nn
+
+from shard_core.checkpoint.commit import Attempt
+from shard_core.checkpoint.folder import latest
+from shard_core.checkpoint.sharded import ShardedCheckpointIO
+from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.checkpoint.verify import verify
+from shard_core.errors import CheckpointError, InvalidOption, MissingCapability
+
+
+def _module(value: float) -> nn.Module:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, value)
+    return module
+
+
+def _save_on_two(path, value):
+    def save_on(coordinator):
+        state = TensorState({"model": _module(value)}, {}, rank=coordinator.rank, world_size=2)
+        ShardedCheckpointIO().save(path, state, {"value": value}, coordinator=coordinator, information={})
+
+    return on_ranks(2, save_on)
+
+
+def _value(path) -> float:
+    module = _module(-1)
+    values = load(path, module).values
+    assert all((parameter == values["value"]).all() for parameter in module.parameters())
+    return values["value"]
+
+
+def test_replacing_keeps_the_folder_free_of_what_was(tmp_path):
+    names = []
+    for value in (1.0, 2.0, 3.0):
+        assert _save_on_two(tmp_path / "c", value) == [None, None]
+        assert _value(tmp_path / "c") == value
+        assert verify(tmp_path / "c").is_fine
+        names.append({path.name for path in (tmp_path / "c").iterdir()})
+    assert names[0] == {
+        "index.safetensors",
+        "manifest.json",
+        "model-00000-of-00002.safetensors",
+        "model-00001-of-00002.safetensors",
+    }
+    assert names[0] & names[1] == names[1] & names[2] == {"manifest.json"}
+
+
+def test_foreign_files_in_the_folder_are_left_alone(tmp_path):
+    (tmp_path / "c").mkdir()
+    for name in ("notes.txt", "model.safetensors", "model-1.safetensors"):
+        (tmp_path / "c" / name).write_text("mine")
+    save(tmp_path / "c", _module(1), values={"value": 1.0})
+    save(tmp_path / "c", _module(2), values={"value": 2.0})
+    assert (tmp_path / "c" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "c" / "model.safetensors").read_text() == "mine"
+    assert (tmp_path / "c" / "model-1.safetensors").read_text() == "mine"
+
+
+def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing(tmp_path):
+    name = "model-00001-of-00002.safetensors"
+    (tmp_path / "c" / name).mkdir(parents=True)  # unlinking a folder fails
+    for error in _save_on_two(tmp_path / "c", 2.0):
+        assert isinstance(error, CheckpointError)
+        assert str(error).startswith(f"saving '{tmp_path / 'c'}' failed on 1 of 2 ranks: rank 1: IsADirectoryError: ")
+        assert name in str(error)
+    (tmp_path / "c" / name).rmdir()
+    assert list((tmp_path / "c").iterdir()) == []
+    assert _save_on_two(tmp_path / "c", 3.0) == [None, None]
+    assert _value(tmp_path / "c") == 3.0
+
+
+def test_rank_0_failing_alone_fails_all(tmp_path):
+    (tmp_path / "c").write_text("a file")
+    for error in _save_on_two(tmp_path / "c", 1.0):
+        assert "rank 0: " in str(error)
+        assert "is a file" in str(error)
+    assert (tmp_path / "c").read_text() == "a file"
+
+
+def test_an_index_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "c" / "index.safetensors").mkdir(parents=True)
+    for error in _save_on_two(tmp_path / "c", 2.0):
+        assert "failed on 1 of 2 ranks: rank 0: IsADirectoryError" in str(error)
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["index.safetensors"]
+
+
+def test_parts_that_rank_0_does_not_see_are_named(tmp_path):
+    def save_on(coordinator):
+        state = TensorState({"model": _module(1)}, {}, rank=coordinator.rank, world_size=2)
+        gather, seen = coordinator.gather_objects, threading.local()
+
+        def gather_and_lose(value):
+            seen.calls = getattr(seen, "calls", 0) + 1
+            if seen.calls == 3 and coordinator.rank == 1:  # its files are written, and not on rank 0's disk
+                next((tmp_path / "c").glob("part-00001-*")).unlink()
+            return gather(value)
+
+        coordinator.gather_objects = gather_and_lose
+        ShardedCheckpointIO().save(tmp_path / "c", state, {}, coordinator=coordinator, information={})
+
+    for error in on_ranks(2, save_on):
+        assert "rank 0 does not see what rank 1 wrote into" in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        (
+            [(8, 8), (8, 9)],
+            r"rank 1 holds 'model.weight' as F32 of shape \(8, 9\), another rank as F32 of shape \(8, 8\)",
+        ),
+    ],
+)
+def test_ranks_that_hold_different_models_are_told(tmp_path, shapes, sentence):
+    def save_on(coordinator):
+        module = nn.Linear(*reversed(shapes[coordinator.rank]), bias=False)
+        module.weight = nn.Parameter(torch.zeros(shapes[coordinator.rank]))
+        state = TensorState({"model": module}, {}, rank=coordinator.rank, world_size=2)
+        ShardedCheckpointIO().save(tmp_path / "c", state, {}, coordinator=coordinator, information={})
+
+    for error in on_ranks(2, save_on):
+        with pytest.raises(CheckpointError, match=sentence):
+            raise error
+
+
+def test_boxes_that_do_not_tile_are_never_committed(tmp_path):
+    def save_on(coordinator):
+        # Both think they are alone, so that both write everything.
+        ShardedCheckpointIO().save(tmp_path / "c", state_of(_module(1)), {}, coordinator=coordinator, information={})
+
+    for error in on_ranks(2, save_on):
+        assert "'model.0.bias' of shape (8,) is not covered exactly once: boxes hold 16 of its 8 elements" in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+def test_leftovers_of_an_attempt_that_died_are_never_taken_for_this_ones(tmp_path):
+    dead = Attempt.begin(tmp_path / "c", 2)
+    dead.part_file(1).write_bytes(b"stale")
+    dead.tensor_file("model", 1).write_bytes(b"stale")
+    dead.tensor_file("optim", 0).write_bytes(b"stale")
+    assert latest(tmp_path) is None
+    assert _save_on_two(tmp_path / "c", 1.0) == [None, None]
+    assert _value(tmp_path / "c") == 1.0
+    assert not list((tmp_path / "c").glob("part-*")) + list((tmp_path / "c").glob("optim-*"))
+
+
+def test_latest_is_the_newest_committed_one(tmp_path):
+    assert latest(tmp_path / "nowhere") is None
+    assert latest(tmp_path) is None
+    for step in (2, 10, 1):
+        save(tmp_path / f"step-{step}", _module(step), values={"value": float(step)})
+    Attempt.begin(tmp_path / "step-11", 1)
+    assert latest(tmp_path) == tmp_path / "step-1"
+    save(tmp_path / "step-2", _module(3), values={"value": 3.0})
+    assert latest(tmp_path) == tmp_path / "step-2"
+    (tmp_path / "step-2" / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="passing over the checkpoint"):
+        assert latest(tmp_path) == tmp_path / "step-1"
+
+
+def test_what_is_not_there_yet_is_refused(tmp_path):
+    module = nn.Linear(1, 1)
+    for options, error, sentence in (
+        ({"blocking": False}, MissingCapability, "leave blocking=True"),
+        ({"storage_options": {"key": "x"}}, InvalidOption, "storage_options are for object stores"),
+        ({"state_dict_type": "ful"}, InvalidOption, "none of: sharded, full; did you mean 'full'"),
+    ):
+        with pytest.raises(error, match=sentence):
+            save(tmp_path / "c", module, **options)
+    with pytest.raises(CheckpointError, match="'gs://bucket/c' is a URL"):
+        save("gs://bucket/c", module)
+
+
+def test_a_finished_save_says_where_it_is(tmp_path):
+    def save_on(coordinator):
+        return ShardedCheckpointIO().save(
+            tmp_path / "c", state_of(_module(1)), {}, coordinator=coordinator, information={"strategy": "single"}
+        )
+
+    (handle,) = all_ranks(1, save_on)
+    assert handle.wait() == tmp_path / "c"
+    assert handle.staged.done()
+    assert handle.committed.done()

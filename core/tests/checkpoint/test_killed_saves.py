@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def _sweep(folder: Path, stride: int) -> dict[str, list[str]]:
+    script = Path(__file__).with_name("killed_saves.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder), str(stride)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    outcome: dict[str, list[str]] = json.loads(done.stdout)
+    return outcome
+
+
+def _assert_old_or_new(outcome: dict[str, list[str]]) -> None:
+    for kind, left in outcome.items():
+        before = "none" if "fresh" in kind else "old"
+        turn = left.index("new")
+        assert set(left[:turn]) == {before}, (kind, left)
+        assert set(left[turn:]) == {"new"}, (kind, left)
+
+
+def test_a_save_killed_at_some_operations_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    outcome = _sweep(tmp_path, stride=9)
+    assert sum(map(len, outcome.values())) > 15
+    _assert_old_or_new(outcome)

@@ -1,0 +1,84 @@
+"""``shard run`` as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, sys
+rank = os.environ["RANK"]
+print("rank", rank, "of", os.environ["WORLD_SIZE"], "on port", os.environ["MASTER_PORT"],
+      os.environ.get("SHARD_STRATEGY"), sys.argv[1:], flush=True)
+sys.exit(5 if "fail" in sys.argv and rank == "1" else 0)
+"""
+
+
+def shard_run(*arguments, **variables):
+    environ = {name: value for name, value in os.environ.items() if name != "SHARD_STRATEGY"}
+    return subprocess.run(
+        [sys.executable, "-m", "shard_core", "run", *map(str, arguments)],
+        env=environ | {"OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_options_before_the_script_are_ours_and_after_it_the_scripts(script):
+    head = ["--nproc-per-node=2", "--strategy", "ddp", "--json", "--tee", "0", "--monitor-interval", "0.1"]
+    done = shard_run(*head, script, "--strategy", "own", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, last = done.stdout.splitlines()
+    assert [line.split(" on port ")[0] for line in sorted(lines)] == ["rank 0 of 2", "rank 1 of 2"]
+    assert all(line.endswith("ddp ['--strategy', 'own', '--json']") for line in lines)
+    assert json.loads(last) == {
+        "strategy": "ddp",
+        "script": str(script),
+        "arguments": ["--strategy", "own", "--json"],
+        "exit_code": 0,
+    }
+
+
+def test_a_failing_rank_fails_the_run(script):
+    done = shard_run("--nproc-per-node", 2, "--json", script, "fail", SHARD_STRATEGY="single")
+    assert done.returncode == 1
+    assert json.loads(done.stdout.splitlines()[-1])["exit_code"] == 1
+    assert json.loads(done.stdout.splitlines()[-1])["strategy"] == "single"
+    assert "exitcode  : 5" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--strategy", "dpd", "script.py"], "did you mean 'ddp'?"),
+        (["--nproc-per-node", "2", "nowhere.py"], "there is no script 'nowhere.py'"),
+        (["--nproc-per-nod=2=", "--bogus", "script.py"], "--bogus"),
+        ([], "training_script"),
+    ],
+)
+def test_bad_input(arguments, sentence):
+    done = shard_run(*arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_shows_torchruns_options_and_ours():
+    done = shard_run("--help")
+    assert done.returncode == 0
+    assert "--rdzv-backend" in done.stdout
+    assert "--strategy NAME" in done.stdout

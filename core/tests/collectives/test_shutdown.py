@@ -1,0 +1,48 @@
+"""A rank whose gloo workers are late leaves the interpreter in peace."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+# The main thread keeps the interpreter's lock from the last collective to the end of the script, so every
+# worker of gloo is late for sure; by luck and load it is one in some launches. Without the cure the rank
+# dies by SIGABRT.
+LATE_WORKERS = """
+import sys, time
+import torch, torch.distributed as dist
+from shard_core.collectives.shutdown import close_process_group, settle_at_exit
+
+dist.init_process_group("gloo")
+world = dist.group.WORLD  # as a wrapped module holds it
+tensors = [torch.ones(10) for _ in range(4)]
+sys.setswitchinterval(1000)
+for tensor in tensors:
+    dist.all_reduce(tensor, async_op=True)
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    pass
+"""
+
+
+@pytest.mark.parametrize("cure", ["close_process_group()", "settle_at_exit()"])
+def test_late_workers_do_not_kill_the_rank(cure):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LATE_WORKERS + cure],
+            env=os.environ | place | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said

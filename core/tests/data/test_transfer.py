@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+
+import pytest
+import torch
+
+from shard_core.data import move
+
+META = torch.device("meta")
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    image: torch.Tensor
+    label: str
+    size: int = dataclasses.field(init=False, default=3)
+
+
+class _Encoding(UserDict):
+    """Moves itself in place, as ``transformers.BatchEncoding`` does."""
+
+    def to(self, device):
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+class _Shouting(list):
+    pass
+
+
+def _tensor():
+    return torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tensors"),
+    [
+        (_tensor(), lambda b: [b]),
+        ([_tensor(), 1, "a"], lambda b: [b[0]]),
+        ((_tensor(), [_tensor()]), lambda b: [b[0], b[1][0]]),
+        (_Shouting([_tensor()]), lambda b: [b[0]]),
+        (Pair(_tensor(), {"deep": (_tensor(),)}), lambda b: [b.left, b.right["deep"][0]]),
+        ({"a": _tensor(), "b": None}, lambda b: [b["a"]]),
+        (OrderedDict(a=_tensor()), lambda b: [b["a"]]),
+        (defaultdict(list, a=_tensor()), lambda b: [b["a"]]),
+        (UserDict(a=_tensor()), lambda b: [b["a"]]),
+        (_Encoding(a=_tensor()), lambda b: [b["a"]]),
+        (_Sample(_tensor(), "cat"), lambda b: [b.image]),
+        (torch.nn.utils.rnn.pack_sequence([_tensor()]), lambda b: [b.data]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_tensors_move_and_the_structure_stays(batch, tensors):
+    moved = move(batch, META)
+    assert type(moved) is type(batch)
+    assert [tensor.device for tensor in tensors(moved)] == [META] * len(tensors(moved))
+
+
+def test_the_batch_given_is_not_changed():
+    batch = {"a": [_tensor()], "b": _Sample(_tensor(), "cat"), "c": defaultdict(list, d=_tensor())}
+    moved = move(batch, META)
+    assert {t.device.type for t in (batch["a"][0], batch["b"].image, batch["c"]["d"])} == {"cpu"}
+    assert moved["b"].label == "cat"
+    assert moved["c"].default_factory is list
+
+
+def test_a_mapping_that_cannot_be_written_becomes_a_dict():
+    assert move(types.MappingProxyType({"a": _tensor()}), META)["a"].device == META
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", b"bytes", {1, 2}, torch.Tensor, torch.float32])
+def test_everything_else_is_passed_on(value):
+    assert move(value, META) is value
+
+
+def test_tensors_that_are_there_are_not_copied():
+    tensor = _tensor()
+    assert move([tensor], torch.device("cpu"))[0] is tensor

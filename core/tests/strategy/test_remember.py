@@ -1,0 +1,89 @@
+"""What a user saves comes back in place; what does not fit is said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import get_strategy
+from shard_core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+
+
+def ready(seed: int, **options: Any) -> Any:
+    strategy = get_strategy("single", **options)
+    torch.manual_seed(seed)
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1 * (seed + 1), momentum=0.9)
+    module, (optimizer,) = strategy.setup_module_and_optimizers(module, [optimizer])
+    strategy.backward(module(torch.ones(1, 3)).sum(), module)
+    strategy.optimizer_step(optimizer)
+    return strategy, {"model": module, "optimizer": optimizer}
+
+
+def test_everything_comes_back_in_place(tmp_path: Path) -> None:
+    strategy, state = ready(0)
+    scheduler = torch.optim.lr_scheduler.StepLR(state["optimizer"], 2)
+    strategy.save_checkpoint(tmp_path / "c", {**state, "scheduler": scheduler, "step": 7, "notes": {"a": [1, None]}})
+    again, other = ready(1)
+    other_scheduler = torch.optim.lr_scheduler.StepLR(other["optimizer"], 5)
+    mine = {**other, "scheduler": other_scheduler, "step": 0}
+    assert again.load_checkpoint(tmp_path / "c", mine) == {"notes": {"a": [1, None]}}
+    assert mine["step"] == 7
+    assert other_scheduler.step_size == 2
+    assert other["optimizer"].param_groups[0]["lr"] == 0.1
+    assert torch.equal(other["model"].weight, state["model"].weight)
+    weight, theirs = other["model"].weight, state["model"].weight
+    momentum = state["optimizer"].state[theirs]["momentum_buffer"]
+    assert torch.equal(other["optimizer"].state[weight]["momentum_buffer"], momentum)
+
+
+def test_what_was_not_asked_for_is_returned(tmp_path: Path) -> None:
+    strategy, state = ready(0)
+    strategy.save_checkpoint(tmp_path / "c", {**state, "step": 7})
+    again, other = ready(1)
+    assert again.load_checkpoint(tmp_path / "c", {"model": other["model"]}) == {"optimizer": None, "step": 7}
+    assert again.load_checkpoint(tmp_path / "c") == {"model": None, "optimizer": None, "step": 7}
+    with pytest.raises(CheckpointError, match="optimizer"):
+        again.load_checkpoint(tmp_path / "c", {"optimizer": other["optimizer"]})
+
+
+def test_what_the_checkpoint_lacks_is_an_error_or_a_warning(tmp_path: Path) -> None:
+    strategy, state = ready(0)
+    strategy.save_checkpoint(tmp_path / "c", {"model": state["model"]})
+    mine = {"model": state["model"], "epoch": 3}
+    with pytest.raises(CheckpointMismatch, match="has no 'epoch'"):
+        strategy.load_checkpoint(tmp_path / "c", mine)
+    strategy.load_checkpoint(tmp_path / "c", mine, strict=False)
+    assert mine["epoch"] == 3
+    bigger = get_strategy("single")
+    module = bigger.setup_module(nn.Linear(4, 2))
+    with pytest.warns(UserWarning, match=r"left as they were: .*model\.weight"):
+        bigger.load_checkpoint(tmp_path / "c", {"model": module}, strict=False)
+    with pytest.raises(CheckpointNotFound, match="none"):
+        strategy.load_checkpoint(tmp_path / "none", mine)
+
+
+def test_the_scaler_goes_along_and_may_be_missing(tmp_path: Path) -> None:
+    strategy, state = ready(0, precision="16-mixed")
+    strategy.precision.scaler.record(finite=False)
+    strategy.save_checkpoint(tmp_path / "half", state)
+    again, other = ready(1, precision="16-mixed")
+    again.load_checkpoint(tmp_path / "half", other)
+    assert again.precision.scaler.factor == 32768.0
+    plain, full = ready(2)
+    assert plain.load_checkpoint(tmp_path / "half", full).keys() == {"precision"}
+    plain.save_checkpoint(tmp_path / "full", full)
+    again.load_checkpoint(tmp_path / "full", other)
+
+
+def test_state_dicts_have_the_users_names() -> None:
+    strategy, state = ready(0)
+    whole = strategy.module_state_dict(state["model"])
+    assert list(whole) == ["weight", "bias"]
+    assert torch.equal(whole["weight"], state["model"].weight)
+    described = strategy.optimizer_state_dict(state["optimizer"])
+    assert described["param_groups"][0]["params"] == ["weight", "bias"]
+    assert described["state"]["bias"]["momentum_buffer"].shape == (2,)
+    assert [name for name, _ in strategy.full_parameters(state["model"])] == ["weight", "bias"]

@@ -1,0 +1,138 @@
+"""Setup keeps objects, values and ties, and refuses what it cannot do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import get_strategy
+from shard_core.errors import InvalidOption, SetupError
+from shard_core.testing import models
+
+
+def test_objects_stay_the_same() -> None:
+    strategy = get_strategy("single")
+    module = models.make("gpt")
+    optimizer = models.make_optimizer("sgd", module)
+    again, optimizers = strategy.setup_module_and_optimizers(module, [optimizer])
+    assert again is module
+    assert optimizers == [optimizer]
+    assert strategy.unwrap(again) is module
+    assert module.head.weight is module.embedding.weight
+
+
+def test_a_module_is_set_up_once() -> None:
+    strategy = get_strategy("single")
+    module = strategy.setup_module(nn.Linear(2, 2))
+    with pytest.raises(SetupError, match="this Linear was set up already"):
+        strategy.setup_module(module)
+
+
+def test_one_optimizer_belongs_in_a_list() -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(InvalidOption, match=r"give a list: setup_module_and_optimizers\(module, \[optimizer\]\)"):
+        get_strategy("single").setup_module_and_optimizers(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_optimizer_may_come_later(early: bool) -> None:
+    strategy = get_strategy("single")
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0) if early else None
+    called = strategy.setup_module(module)
+    optimizer = strategy.setup_optimizer(optimizer or torch.optim.SGD(module.parameters(), lr=1.0))
+    before = module.weight.detach().clone()
+    strategy.backward(called(torch.ones(1, 2)).sum(), called)
+    assert strategy.optimizer_step(optimizer)
+    assert torch.equal(module.weight, before - 1)
+
+
+def test_what_was_not_set_up_is_refused() -> None:
+    strategy = get_strategy("single")
+    module = strategy.setup_module(nn.Linear(2, 1))
+    stranger = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(stranger.parameters(), lr=1.0)
+    loss = stranger(torch.ones(1, 2)).sum()
+    with pytest.raises(SetupError, match="this Linear was not set up by this strategy"):
+        strategy.backward(loss, stranger)
+    with pytest.raises(SetupError, match="this SGD was not set up by this strategy"):
+        strategy.optimizer_step(optimizer)
+    with pytest.raises(SetupError, match="holds parameters of no module that was set up"):
+        strategy.setup_optimizer(optimizer)
+    with pytest.raises(SetupError, match=r"of shape \(1, 2\) that the module does not have"):
+        strategy.setup_module_and_optimizers(nn.Linear(3, 3), [optimizer])
+    assert strategy.unwrap(module) is module
+
+
+def two_models(strategy_name: str) -> Any:
+    """A generator and a discriminator, stepped in turn."""
+    with get_strategy(strategy_name) as strategy:
+        torch.manual_seed(0)
+        made = [nn.Linear(2, 2), nn.Linear(2, 1)]
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in made]
+        ready = [
+            strategy.setup_module_and_optimizers(module, [optimizer])
+            for module, optimizer in zip(made, optimizers, strict=True)
+        ]
+        (generator, (step_generator,)), (critic, (step_critic,)) = ready
+        x = torch.linspace(-1, 1, 12).view(6, 2).chunk(strategy.world_size)[strategy.global_rank]
+        for _ in range(3):
+            strategy.backward(critic(generator(x).detach()).square().mean(), critic)
+            strategy.optimizer_step(step_critic)
+            step_critic.zero_grad()
+            strategy.backward(-critic(generator(x)).mean(), generator)
+            strategy.optimizer_step(step_generator)
+            step_generator.zero_grad()
+            step_critic.zero_grad()
+        return [dict(strategy.full_parameters(module)) for module in (generator, critic)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_models_and_two_optimizers(worlds: Any, size: int) -> None:
+    truth = worlds(1).run(two_models, "single")[0]
+    for rank in worlds(size).run(two_models, "ddp"):
+        for mine, expected in zip(rank, truth, strict=True):
+            for name, tensor in expected.items():
+                torch.testing.assert_close(mine[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def initial_weights_and_masks(strategy_name: str) -> Any:
+    with get_strategy(strategy_name) as strategy:
+        strategy.seed_everything(3)
+        with strategy.module_init_context():
+            first = nn.Linear(4, 4)
+        first = strategy.setup_module(first)
+        mask = nn.functional.dropout(torch.ones(64), 0.5)
+        with strategy.module_init_context():
+            second = nn.Linear(4, 4)
+        second = strategy.setup_module(second)
+        weights = [dict(strategy.full_parameters(module))["weight"].clone() for module in (first, second)]
+        return weights, mask
+
+
+def test_same_seed_gives_the_same_weights_and_other_masks(worlds: Any) -> None:
+    torch.manual_seed(3)
+    plain = nn.Linear(4, 4).weight.detach()
+    mask = nn.functional.dropout(torch.ones(64), 0.5)
+    second = nn.Linear(4, 4).weight.detach()
+    ranks = worlds(3).run(initial_weights_and_masks, "ddp")
+    for weights, _ in ranks:
+        assert torch.equal(weights[0], plain)
+        assert torch.equal(weights[1], second), "rank 0's stream goes on as in one process"
+    assert torch.equal(ranks[0][1], mask)
+    assert not torch.equal(ranks[0][1], ranks[1][1])
+    assert not torch.equal(ranks[1][1], ranks[2][1])
+
+
+def frozen_only(strategy_name: str) -> Any:
+    with get_strategy(strategy_name) as strategy:
+        torch.manual_seed(strategy.global_rank)
+        module = nn.Linear(2, 2).requires_grad_(False)
+        called = strategy.setup_module(module)
+        return called(torch.ones(1, 2))
+
+
+def test_a_module_without_gradients_is_rank_zeros_everywhere(worlds: Any) -> None:
+    first, second = worlds(2).run(frozen_only, "ddp")
+    assert torch.equal(first, second)

@@ -1,0 +1,143 @@
+"""A strategy starts where it is told, joins what exists, and leaves nothing behind."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shard_core import get_strategy
+from shard_core.errors import CollectiveError, InvalidOption, LaunchError, MissingCapability, MissingRank
+from shard_core.strategies.ddp import DDPStrategy
+from shard_core.strategies.single import SingleStrategy
+
+
+def returns(strategy: Any, *args: Any) -> Any:
+    return strategy.world_size, strategy.is_global_zero, args
+
+
+def test_a_world_of_one_runs_in_this_process() -> None:
+    assert get_strategy("single").launch(returns, 1, "two") == (1, True, (1, "two"))
+
+
+def test_nothing_starts_before_it_is_asked_for() -> None:
+    strategy = get_strategy("ddp", devices=1)
+    assert not dist.is_initialized()
+    assert repr(strategy).startswith("DDPStrategy('ddp', precision='32-true'")
+
+
+def test_ddp_of_one_rank_starts_and_stops_alone() -> None:
+    with get_strategy("ddp") as strategy:
+        assert dist.is_initialized()
+        assert (strategy.global_rank, strategy.local_rank, strategy.world_size) == (0, 0, 1)
+        assert strategy.root_device == torch.device("cpu")
+        assert strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+        strategy.setup_environment()
+    assert not dist.is_initialized()
+    strategy.teardown()
+
+
+def test_more_ranks_than_were_started_are_refused_with_the_cure() -> None:
+    with pytest.raises(
+        LaunchError, match=r"devices=3 asks for 3 ranks, but this process is alone; call strategy.launch"
+    ):
+        get_strategy("ddp", devices=3).setup_environment()
+
+
+def test_several_hosts_need_a_launcher() -> None:
+    with pytest.raises(LaunchError, match="num_nodes=2 needs a launcher on every host"):
+        get_strategy("ddp", num_nodes=2).setup_environment()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_an_accelerator_that_is_not_there_is_named() -> None:
+    with pytest.raises(LaunchError, match="'cuda' was asked for, but torch sees no CUDA device"):
+        get_strategy("ddp", accelerator="cuda").setup_environment()
+
+
+def test_an_accelerator_the_strategy_does_not_run_on_is_refused() -> None:
+    with pytest.raises(
+        InvalidOption, match="accelerator 'xla' is not one this strategy runs on; it runs on: cpu, cuda"
+    ):
+        get_strategy("ddp", accelerator="tpu").setup_environment()
+
+
+@pytest.mark.parametrize("strategy_type", [SingleStrategy, DDPStrategy])
+def test_unknown_options_of_a_class_are_refused(strategy_type: Any) -> None:
+    with pytest.raises(InvalidOption, match="has no option 'devises'; did you mean 'devices'"):
+        strategy_type(devises=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'; give a number of MiB"),
+        ({"bucket_cap_mb": 0}, "give a number of MiB above zero"),
+        ({"static_graph": 1}, "static_graph is 1; give True or False"),
+        ({"collectives": "mpi"}, "strategy 'ddp' has no collectives 'mpi'"),
+    ],
+)
+def test_wrong_values_get_a_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        get_strategy("ddp", **options)
+
+
+def test_what_a_strategy_does_not_promise_raises() -> None:
+    strategy = get_strategy("single")
+    strategy.info = type(strategy.info)(name="bare", summary="", factory="")
+    with pytest.raises(
+        MissingCapability, match="'bare' does not promise INFERENCE: it is not one that sets up a module"
+    ):
+        strategy.setup_module(torch.nn.Linear(1, 1))
+
+
+def joins() -> Any:
+    with get_strategy("ddp") as strategy:
+        gathered = strategy.all_gather(torch.tensor([strategy.global_rank])).flatten().tolist()
+    return gathered, dist.is_initialized()
+
+
+def test_an_existing_process_group_is_used_and_left_alone(worlds: Any) -> None:
+    assert worlds(2).run(joins) == [([0, 1], True)] * 2
+
+
+def wrong_number() -> str:
+    with pytest.raises(LaunchError) as error:
+        get_strategy("ddp", devices=5).setup_environment()
+    return str(error.value)
+
+
+def test_a_launcher_that_started_another_number_is_named(worlds: Any) -> None:
+    for message in worlds(2).run(wrong_number):
+        assert "devices=5 asks for 5 ranks on this host, but torchrun started 2" in message
+
+
+def single_in_a_crowd() -> str:
+    with pytest.raises(CollectiveError) as error:
+        get_strategy("single").setup_environment()
+    return str(error.value)
+
+
+def test_single_refuses_to_be_one_of_several(worlds: Any) -> None:
+    assert all("a world of 2 ranks" in message for message in worlds(2).run(single_in_a_crowd))
+
+
+def waits_for_absent(name: str) -> str:
+    with get_strategy("ddp", guard_timeout=timedelta(seconds=1)) as strategy:
+        message = ""
+        if strategy.global_rank != 1:
+            with pytest.raises(MissingRank) as error:
+                getattr(strategy, name)(*(["value"] if name == "broadcast" else ["epoch end"]))
+            message = str(error.value)
+        dist.barrier()
+        return message
+
+
+@pytest.mark.parametrize("name", ["barrier", "broadcast"])
+def test_a_rank_that_does_not_come_is_named_on_every_other(worlds: Any, name: str) -> None:
+    messages = worlds(3).run(waits_for_absent, name)
+    for rank in (0, 2):
+        assert f"rank {rank} waited 1 s in" in messages[rank]
+        assert "for rank 1 (never seen)" in messages[rank] or "for rank 1 (last seen at" in messages[rank]
+        assert "rank 0 (" not in messages[rank]

@@ -1,0 +1,155 @@
+"""A step means the same everywhere, and bad input gets a sentence."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import get_strategy
+from shard_core.errors import InvalidOption, MissingCapability, SetupError
+
+
+def ready(**options: Any) -> Any:
+    strategy = get_strategy("single", **options)
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    module, (optimizer,) = strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), lr=0.1)])
+    return strategy, module, optimizer
+
+
+INPUT = torch.linspace(-1, 2, 12).view(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("make_loss", "message"),
+    [
+        (lambda module: 3.0, "the loss is of type float; give a scalar tensor"),
+        (lambda module: module(INPUT), r"the loss has shape \(4, 1\); reduce it to a scalar"),
+        (lambda module: module(INPUT).mean().detach(), "the loss has no gradient to follow"),
+    ],
+)
+def test_a_bad_loss_is_refused(make_loss: Any, message: str) -> None:
+    strategy, module, _ = ready()
+    with pytest.raises(InvalidOption, match=message):
+        strategy.backward(make_loss(module), module)
+
+
+def test_clipping_ends_accumulation() -> None:
+    strategy, module, optimizer = ready()
+    strategy.backward(module(INPUT).mean(), module)
+    strategy.clip_gradients_norm(module, optimizer, 1.0)
+    with pytest.raises(SetupError, match=r"backward\(\) after clipping"):
+        strategy.backward(module(INPUT).mean(), module)
+
+
+def test_gradients_thrown_away_are_forgotten() -> None:
+    strategy, module, optimizer = ready()
+    strategy.backward(module(INPUT).sum(), module, denominator=4)
+    strategy.clip_gradients_norm(module, optimizer, 1.0)
+    optimizer.zero_grad()
+    strategy.backward(module(INPUT).sum(), module, denominator=4)
+    norm = strategy.clip_gradients_norm(module, optimizer, math.inf)
+    optimizer.zero_grad()
+    strategy.backward(module(INPUT).mean(), module)
+    assert norm == pytest.approx(strategy.clip_gradients_norm(module, optimizer, math.inf).item())
+
+
+def test_denominators_for_all_micro_batches_or_none() -> None:
+    strategy, module, _ = ready()
+    strategy.backward(module(INPUT).sum(), module, denominator=4)
+    with pytest.raises(InvalidOption, match="some micro-batches of this step have a denominator and some have none"):
+        strategy.backward(module(INPUT).mean(), module)
+
+
+@pytest.mark.parametrize("denominator", [0, torch.tensor(0), -1.0])
+def test_denominators_must_count_something(denominator: Any) -> None:
+    strategy, module, optimizer = ready()
+    strategy.backward(module(INPUT).sum(), module, denominator=denominator)
+    with pytest.raises(InvalidOption, match="the denominators of this step add up to"):
+        strategy.optimizer_step(optimizer)
+
+
+def test_clipping_by_value() -> None:
+    strategy, module, optimizer = ready()
+    strategy.backward(module(INPUT).sum(), module)
+    strategy.clip_gradients_value(module, optimizer, 0.5)
+    assert module.weight.grad.abs().max() == 0.5
+
+
+@pytest.mark.parametrize("name", ["single", "ddp"])
+def test_a_closure_evaluates_the_loss_again(name: str) -> None:
+    with get_strategy(name) as strategy:
+        torch.manual_seed(0)
+        module = nn.Linear(3, 1)
+        truth = nn.Linear(3, 1)
+        truth.load_state_dict(module.state_dict())
+        module, (optimizer,) = strategy.setup_module_and_optimizers(
+            module, [torch.optim.LBFGS(module.parameters(), max_iter=4)]
+        )
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(INPUT).square().sum()
+            strategy.backward(loss, module, denominator=4)
+            return loss / 4
+
+        assert strategy.optimizer_step(optimizer, closure)
+        plain = torch.optim.LBFGS(truth.parameters(), max_iter=4)
+
+        def plain_closure() -> torch.Tensor:
+            plain.zero_grad()
+            loss = truth(INPUT).square().mean()
+            loss.backward()
+            return loss
+
+        plain.step(plain_closure)
+        torch.testing.assert_close(strategy.unwrap(module).weight, truth.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_closure_and_a_scaler_do_not_go_together() -> None:
+    strategy, _, optimizer = ready(precision="16-mixed")
+    with pytest.raises(InvalidOption, match="a closure cannot be combined with precision '16-mixed'"):
+        strategy.optimizer_step(optimizer, lambda: None)
+
+
+def test_a_forward_that_raises_leaves_autocast() -> None:
+    strategy, module, _ = ready(precision="bf16-mixed")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        module(torch.ones(2, 99))
+    assert not torch.is_autocast_enabled("cpu")
+    assert module(INPUT).dtype == torch.bfloat16
+    strategy.teardown()
+    assert module(INPUT).dtype == torch.float32
+
+
+def test_schedulers_count_optimizer_steps() -> None:
+    strategy, module, optimizer = ready()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(3):
+        strategy.backward(module(INPUT).mean(), module)
+        strategy.optimizer_step(optimizer)
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
+
+
+def through_a_side_door() -> str:
+    with get_strategy("ddp") as strategy:
+        module = nn.Linear(3, 1)
+        module, _ = strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), lr=0.1)])
+        strategy.backward(module(INPUT).mean(), module)
+        with pytest.raises(MissingCapability) as error:
+            strategy.backward(strategy.unwrap(module)(INPUT).mean(), module)
+        return str(error.value)
+
+
+def test_gradients_that_would_stay_on_their_rank_are_refused(worlds: Any) -> None:
+    assert all("this loss did not come through the module" in message for message in worlds(2).run(through_a_side_door))
+
+
+def test_buffers_are_options_of_this_torch(recwarn: Any) -> None:
+    for keep in (True, False):
+        with get_strategy("ddp", broadcast_buffers=keep) as strategy:
+            strategy.setup_module(nn.Linear(1, 1))
+    assert not [warning for warning in recwarn if "buffers" in str(warning.message)]

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+from shard_core.errors import InvalidOption
+from shard_core.options import Option, check_names, option, options_of
+from shard_core.run_options import RunOptions
+from shard_core.selection import get_strategy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    size: int | None = option(None, "how large")
+    overlap: bool = option(True, "do both at once")
+
+
+def test_options_are_listed_in_order_with_types_as_written():
+    assert options_of(Config) == (
+        Option(name="size", type="int | None", default=None, help="how large"),
+        Option(name="overlap", type="bool", default=True, help="do both at once"),
+    )
+    assert Config(size=3) == Config(size=3, overlap=True)
+
+
+def test_names_that_exist():
+    check_names("it", {"size": 1}, ["size", "overlap"])
+    check_names("it", {}, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed", "sentence"),
+    [
+        (
+            "siez",
+            ["size", "overlap"],
+            "it has no option 'siez'; did you mean 'size'? Its options are: size, overlap.",
+        ),
+        ("colour", ["size"], "it has no option 'colour'. Its options are: size."),
+        ("size", [], "it has no option 'size'. It takes none."),
+    ],
+)
+def test_names_that_do_not_exist(given, allowed, sentence):
+    with pytest.raises(InvalidOption) as caught:
+        check_names("it", {given: 1}, allowed)
+    assert str(caught.value) == sentence
+
+
+def test_get_strategy_takes_exactly_the_common_options():
+    parameters = inspect.signature(get_strategy).parameters
+    common = {
+        name: (parameter.default, parameter.annotation)
+        for name, parameter in parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    assert common == {each.name: (each.default, each.type) for each in options_of(RunOptions)}

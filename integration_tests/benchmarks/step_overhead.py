@@ -1,0 +1,144 @@
+"""What our loop costs over a hand-written one: the same model, engine and steps, in rounds that take turns.
+
+Run it with ``python integration_tests/benchmarks/step_overhead.py``; it prints, for each engine, the median
+milliseconds per step of both loops and their ratio. Every round's ratio is taken between neighbours in
+time, so a machine that slows down slows both.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from shard_core import get_strategy
+
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 64, 4, 4, 64, 8
+
+
+class GPT(nn.Module):
+    """Small, so that overhead shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(LAYERS)
+        )
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(CONTEXT))
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+        for block in self.blocks:
+            x = block(x, mask, is_causal=True)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    texts = [torch.randint(256, (BATCH, CONTEXT + 1), generator=generator) for _ in range(count)]
+    return [(text[:, :-1], text[:, 1:]) for text in texts]
+
+
+class Raw:
+    """What people write by hand with DistributedDataParallel or ``fully_shard``."""
+
+    def __init__(self, engine: str) -> None:
+        torch.manual_seed(0)
+        module = GPT()
+        self.parameters = list(module.parameters())
+        if engine == "ddp":
+            self.model: Any = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        else:
+            if engine == "fsdp per block":
+                for block in module.blocks:
+                    fully_shard(block)
+            self.model = fully_shard(module)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        loss = self.model(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+class Ours:
+    """The loop of the README."""
+
+    def __init__(self, engine: str, strategy: Any) -> None:
+        self.strategy = strategy
+        strategy.seed_everything(0)
+        with strategy.module_init_context():
+            model = GPT()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.model, (self.optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        loss = self.model(*batch)
+        self.strategy.backward(loss, self.model)
+        self.strategy.clip_gradients_norm(self.model, self.optimizer, 1.0)
+        self.strategy.optimizer_step(self.optimizer)
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def timed(loop: Raw | Ours, data: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+    """Run the steps and return the milliseconds per step of the slowest rank, and the last loss."""
+    dist.barrier()
+    started = time.perf_counter()
+    for batch in data:
+        loss = loop.step(batch)
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item() * 1000 / len(data), loss
+
+
+def compare(strategy: Any, engine: str, rounds: int, steps: int) -> tuple[float, float, float, float]:
+    """Return raw and our median milliseconds per step, the median ratio, and how far the last losses differ."""
+    torch.set_num_threads(1)
+    loops = Raw(engine), Ours(engine, strategy)
+    data = batches(steps)
+    for loop in loops:
+        timed(loop, data[:5])
+    pairs, losses = [], (0.0, 0.0)
+    for number in range(rounds):
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        results = {which: timed(loops[which], data) for which in order}
+        pairs.append((results[0][0], results[1][0]))
+        losses = results[0][1], results[1][1]
+    raw, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(mine / theirs for theirs, mine in pairs)
+    return raw, ours, ratio, abs(losses[1] - losses[0]) / losses[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--devices", type=int, default=2)
+    args = parser.parse_args()
+    table = Table("engine", "raw ms", "ours ms", "ratio", "losses differ by")
+    for engine in ("ddp", "fsdp root only", "fsdp per block"):
+        strategy = get_strategy(engine.split()[0], devices=args.devices)
+        result = strategy.launch(compare, engine, args.rounds, args.steps)
+        assert result is not None
+        raw, ours, ratio, apart = result
+        table.add_row(engine, f"{raw:.2f}", f"{ours:.2f}", f"{ratio:.3f}", f"{apart:.1e}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What the pages say: their code runs, their commands exist, and their tables are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from pages import ROOT, page, pages
+
+import shard_core
+from shard_core import Capability, RunOptions, ShardError, errors, get_strategy, plugins
+from shard_core.cli.main import main
+from shard_core.options import options_of
+from shard_core.plugins import hooks
+from shard_core.precision.policies import POLICIES
+from shard_core.strategy.engine import Engine
+
+EXAMPLE = "docs/examples/train_gpt.py"
+PRESENT = plugins.installed()
+
+#: What a reader of a page that shows only the loop has around it.
+SURROUNDINGS = {
+    "README.md": """
+import torch
+
+config = 8
+
+class GPT(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.head = torch.nn.Linear(width, 1)
+
+    def forward(self, tokens):
+        return self.head(tokens).square().mean()
+
+loader = torch.utils.data.DataLoader([{"tokens": torch.ones(8) * k} for k in range(8)], batch_size=2)
+""",
+    "packages/shard-fsdp/README.md": """
+def train(strategy):
+    assert strategy.world_size == 2
+""",
+}
+
+
+def having(*languages: str) -> pytest.MarkDecorator:
+    found = [each for each in pages() if each.blocks(*languages)]
+    return pytest.mark.parametrize("each", found, ids=lambda each: each.name)
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    # Nothing on a page needs a GPU, and devices=2 must not depend on how many there are.
+    settings = {"OMP_NUM_THREADS": "1", "SHARD_STRATEGY": "single", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | settings | {"PYTHONPATH": str(folder / "site")}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+@having("python")
+def test_python_runs(each, tmp_path):
+    for block in each.blocks("toml", "python"):
+        if block.file:
+            file = tmp_path / block.file
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text)
+    if (tmp_path / "pyproject.toml").exists():
+        alone = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
+        run(tmp_path, sys.executable, "-m", "pip", "install", "-qq", *alone, "--target", "site", ".")
+    unnamed = [block for block in each.blocks("python") if not block.file]
+    pieces = ["\n".join(block.text for block in unnamed if not block.starts)]
+    pieces += [SURROUNDINGS.get(each.name, "") + block.text for block in unnamed if block.starts]
+    scripts = [block.file for block in each.blocks("python") if block.file and block.starts]
+    for number, piece in enumerate(piece for piece in pieces if piece):
+        scripts.append(f"piece{number}.py")
+        (tmp_path / scripts[-1]).write_text(piece)
+    assert scripts
+    for script in scripts:
+        run(tmp_path, sys.executable, script)
+
+
+@having("pycon")
+def test_sessions_show_what_python_says(each, tmp_path):
+    (tmp_path / "session.txt").write_text("\n".join(block.text for block in each.blocks("pycon")))
+    run(tmp_path, sys.executable, "-m", "doctest", "-o", "ELLIPSIS", "session.txt")
+
+
+@having("bash", "console")
+def test_commands_exist(each):
+    scripts = {block.file for other in pages() for block in other.blocks("python")}
+    for head, *words in each.commands():
+        if head == "shard":
+            assert set(options(words)) <= known_options(words), words
+        elif head == "pip":
+            for folder in (word for word in words if word.startswith("./")):
+                assert (ROOT / folder).is_dir() or f'name = "{folder[2:]}"' in each.text
+        elif "noxfile.py" in words:
+            session, *others = words[words.index("-s") + 1 :]
+            assert session in re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+            if session == "train":
+                assert set(options(others)) - {"--"} <= set(example_options())
+        else:
+            assert Path(head).name in ("python", "torchrun"), head
+            assert {word for word in words if word.endswith(".py")} <= scripts
+
+
+def test_the_tutorial_tells_every_option_of_the_example():
+    told = [row[0] for row in page("docs/tutorials/first-run.md").table("option", "what it does")]
+    assert sorted(told) == sorted(set(example_options()) - {"--help"})
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/backends/index.md"])
+def test_strategies_are_those_that_shard_list_shows(name):
+    told = page(name).table("name", "package", "what it does")
+    assert sorted(told) == sorted([each.name, each.distribution, each.summary.replace("`", "")] for each in PRESENT)
+
+
+def test_backends_tell_what_they_can_be_told():
+    places = [each for each in pages() if each.name.startswith("docs/backends/")]
+    told = [row for each in places for row in each.table("option", "default", "what it is")]
+    known = [option for each in PRESENT for option in each.info.options]
+    assert sorted(told) == sorted([option.name, str(option.default), option.help] for option in known)
+
+
+def test_capabilities_are_those_that_strategies_declare():
+    names = ["single", "ddp", "fsdp"]
+    told = page("docs/backends/index.md").table("capability", *names)
+    declared = {name: plugins.find(name).capabilities for name in names}
+    assert told == [[each.name, *("yes" if each in declared[name] else "no" for name in names)] for each in Capability]
+
+
+def test_precisions_are_those_of_the_table():
+    columns = ("parameter", "compute", "reduce", "accumulate", "optimizer", "buffer", "autocast", "scaled")
+    told = page("docs/explanation/precision.md").table("name", *columns)
+    shown = {True: "yes", False: "no"}
+    values = [[getattr(policy, column) for column in columns] for policy in POLICIES.values()]
+    assert told == [[name, *(shown.get(v, v) for v in row)] for name, row in zip(POLICIES, values, strict=True)]
+
+
+def names_of_reference() -> dict[str, list[str]]:
+    """Read from the code what each page of the reference must show."""
+    specified = [name for name, value in vars(hooks).items() if hasattr(value, f"{hooks.PROJECT}_spec")]
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+    engine = [name for name in vars(Engine) if name.startswith("engine_")]
+    return {
+        "capabilities": [each.name for each in Capability],
+        "command": [f"shard {verb}" for verb in verbs()] + [name for verb in verbs() for name in own_options(verb)],
+        "errors": [each.__name__ for each in classes if issubclass(each, ShardError)],
+        "plugins": specified,
+        "strategy": [*engine, *(o.name for o in options_of(RunOptions)), *inspect.signature(get_strategy).parameters],
+    }
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rendered")
+    quiet = ("-q", "-W", "-n", "-b", "text", "-d", str(folder / "doctrees"))
+    run(folder, sys.executable, "-m", "sphinx", *quiet, str(ROOT / "docs"), str(folder))
+    return folder / "reference"
+
+
+def test_reference_shows_every_name(rendered):
+    for name, expected in names_of_reference().items():
+        text = " ".join((rendered / f"{name}.txt").read_text().split())
+        assert expected
+        assert [each for each in expected if each not in text] == [], name
+
+
+def test_reference_shows_every_public_name(rendered):
+    text = "".join(file.read_text() for file in rendered.glob("*.txt"))
+    names = set(shard_core.__all__) - {"__version__"}
+    assert {
+        name for name in names if not re.search(rf"class .*\b{name}\(|exception .*\b{name}$|\.{name}\(", text, re.M)
+    } == set()
+
+
+def test_reference_tells_what_every_capability_is():
+    told = page("docs/reference/capabilities.md").table("name", "a strategy that declares it")
+    assert told == [[each.name, each.value] for each in Capability]
+
+
+@pytest.mark.parametrize(
+    "file", sorted([ROOT / EXAMPLE, *ROOT.glob("packages/[!_]*/src/**/*.py")]), ids=lambda file: file.stem
+)
+def test_reference_shows_what_backends_and_the_example_import(file, rendered):
+    text = "".join(shown.read_text() for shown in rendered.glob("*.txt"))
+    imports = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom))
+    names = [alias.name for node in imports if node.module.startswith("shard_core") for alias in node.names]
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_links_of_front_pages_lead_somewhere():
+    for each in (each for each in pages() if not each.name.startswith("docs/")):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", each.text):
+            assert (each.path.parent / target).exists(), f"{each.name}: {target}"
+
+
+def options(words: list[str]) -> list[str]:
+    before_script = words[: next((k for k, word in enumerate(words) if word.endswith(".py")), len(words))]
+    return [word for word in before_script if word.startswith("-")]
+
+
+def verbs() -> list[str]:
+    context = click.Context(main)
+    found = []
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        found += [f"{name} {each}" for each in command.commands] if isinstance(command, click.Group) else [name]
+    return found
+
+
+@functools.cache
+def help_options(*verb: str) -> frozenset[str]:
+    told = CliRunner().invoke(main, [*verb, "--help"]).output
+    return frozenset(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", told))
+
+
+def own_options(verb: str) -> frozenset[str]:
+    """List a verb's options, without those that it only hands to torchrun."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = frozenset(re.findall(r"--?[a-zA-Z][\w-]*", get_args_parser().format_help())) if verb == "run" else set()
+    return help_options(*verb.split()) - theirs
+
+
+def known_options(words: list[str]) -> frozenset[str]:
+    verb = max((verb for verb in verbs() if " ".join(words).startswith(verb)), key=len, default="")
+    assert verb or options(words)
+    return help_options(*verb.split())
+
+
+@functools.cache
+def example_options() -> tuple[str, ...]:
+    told = subprocess.run([sys.executable, str(ROOT / EXAMPLE), "--help"], capture_output=True, text=True, check=True)
+    return tuple(dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", told.stdout)))

@@ -1,0 +1,156 @@
+"""What holds for the repository as a whole: its rooms, its names, its budgets, and what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import shard_core
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "core"
+BACKENDS = sorted(file.parent for file in ROOT.glob("packages/[!_]*/pyproject.toml"))
+ROOMS = {
+    *("__init__", "py.typed", "__pycache__", "plugin", "config", "strategy"),
+    *("collectives", "precision", "checkpoint", "launcher", "_versions"),
+}
+TORCHLESS = (
+    *("__init__", "capability", "coordinator", "errors", "options", "plugins", "strategies.plugin"),
+    *("cli.main", "cli.list", "cli.show"),
+)
+NAMELESS = {"utils", "helpers", "common", "base", "misc"}
+MOST_LINES = 400
+
+each_distribution = pytest.mark.parametrize("folder", [CORE, *BACKENDS], ids=lambda folder: folder.name)
+each_backend = pytest.mark.parametrize("folder", BACKENDS, ids=lambda folder: folder.name)
+
+
+def project(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def package(folder: Path) -> Path:
+    return folder / "src" / project(folder)["name"].replace("-", "_")
+
+
+def sources() -> list[Path]:
+    places = ("core", "packages", "integration_tests", "docs")
+    return [*ROOT.glob("*.py"), *(file for place in places for file in (ROOT / place).rglob("*.py"))]
+
+
+def modules_without_torch() -> list[str]:
+    rooms = [package(folder) / f"{room}.py" for folder in BACKENDS for room in ("__init__", "plugin", "config")]
+    of_backends = [f"{room.parent.name}.{room.stem}" for room in rooms if room.exists()]
+    return [name.removesuffix(".__init__") for name in (*(f"shard_core.{name}" for name in TORCHLESS), *of_backends)]
+
+
+@pytest.mark.parametrize("module", modules_without_torch())
+def test_importing_reaches_no_torch(module):
+    check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_shard_core_is_this_projects_and_not_a_strangers():
+    origin = json.loads(importlib.metadata.distribution("shard-core").read_text("direct_url.json"))
+    assert origin["url"] == CORE.as_uri()
+    assert Path(shard_core.__file__).parent == package(CORE)
+
+
+@each_distribution
+def test_distribution_is_complete(folder):
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (package(folder) / "py.typed").exists()
+    assert (folder / "README.md").read_text().startswith(f"# {project(folder)['name']}\n")
+
+
+@each_distribution
+def test_changelog_tells_of_the_version(folder):
+    told = re.findall(r"^## (\d+\.\d+\.\d+)", (folder / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert told == sorted(told, key=Version, reverse=True)
+    assert told[0] == project(folder)["version"]
+
+
+@each_distribution
+def test_siblings_are_required_by_range(folder):
+    siblings = {project(other)["name"]: project(other)["version"] for other in (CORE, *BACKENDS)}
+    found = [Requirement(text) for text in project(folder)["dependencies"]]
+    for requirement in (each for each in found if each.name in siblings):
+        assert {spec.operator for spec in requirement.specifier} == {">=", "<"}
+        assert requirement.specifier.contains(siblings[requirement.name])
+    assert folder == CORE or "shard-core" in {each.name for each in found}
+
+
+@each_backend
+def test_backend_has_only_the_rooms_of_the_house(folder):
+    found = {entry.name.removesuffix(".py") for entry in package(folder).iterdir()}
+    assert found <= ROOMS
+    assert {"__init__", "plugin", "strategy"} <= found
+
+
+@each_backend
+def test_backend_imports_only_public_names_of_core(folder):
+    private = [
+        f"{file.name}: {name}"
+        for file in package(folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shard_core")
+        for name in (*node.module.split("."), *(alias.name for alias in node.names))
+        if name.startswith("_")
+    ]
+    assert private == []
+
+
+def test_noxfile_finds_every_distribution():
+    found = runpy.run_path(str(ROOT / "noxfile.py"))["DISTRIBUTIONS"]
+    assert found == {project(folder)["name"]: folder for folder in (CORE, *BACKENDS)}
+
+
+def test_import_linter_looks_at_every_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    by_name = {contract["name"]: contract for contract in settings["contracts"]}
+    packages = [package(folder).name for folder in BACKENDS]
+    assert settings["root_packages"] == ["shard_core", *packages]
+    assert by_name["Core imports no backend"]["forbidden_modules"] == packages
+    assert by_name["Backends import core, never one another"]["modules"] == packages
+
+
+def test_ci_runs_the_readmes_command():
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^python3 noxfile\.py -s \w+", readme, flags=re.MULTILINE)
+    assert commands[:2] == ["python3 noxfile.py -s train", "python3 noxfile.py -s test"]
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == commands[1]
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("constraints/*.txt")), ids=lambda file: file.stem)
+def test_constraints_are_exact(file):
+    pins = [Requirement(line) for line in file.read_text().splitlines() if not line.startswith("#")]
+    assert [str(pin) for pin in pins if [each.operator for each in pin.specifier] != ["=="]] == []
+    required = {Requirement(text).name for text in project(CORE)["dependencies"]}
+    assert required <= {pin.name for pin in pins}
+
+
+def test_files_keep_to_their_budget():
+    counted = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in sources()}
+    assert {name: lines for name, lines in counted.items() if lines > MOST_LINES} == {}
+
+
+def test_files_are_named_by_what_they_hold():
+    assert [file for file in sources() if {file.stem, file.parent.name} & NAMELESS] == []
+
+
+def test_reference_shows_every_member_of_a_strategy():
+    page = (ROOT / "docs" / "reference" / "strategy.md").read_text()
+    shown = re.findall(r"^\.\. auto\w+:: shard_core\.strategy\.Strategy\.(\w+)$", page, flags=re.MULTILINE)
+    members = [name for name in dir(shard_core.Strategy) if not name.startswith(("_", "engine_"))]
+    assert sorted(shown) == sorted(members)

@@ -1,0 +1,243 @@
+"""Every job of this repository; ``python3 noxfile.py -l`` lists them and ``-s NAME`` runs one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+CONSTRAINTS = ROOT / "constraints"
+ENVIRONMENTS = ROOT / ".nox"
+WHEELS = ROOT / "dist"
+CONFORMANCE = Path("tests", "test_conformance.py")
+MINIMUM_PYTHON = (3, 11)
+TOOLS = (
+    *("pytest", "pytest-timeout", "hypothesis"),
+    *("ruff", "codespell", "mypy", "import-linter", "nox"),
+    *("sphinx", "myst-parser", "furo"),
+    *("build", "hatchling"),
+)
+EXAMPLE = "docs/examples/train_gpt.py"
+TRAIN_DEVICES = 2
+TRAIN_STEPS = 200
+IMPORT_STRATEGY = (
+    "import sys; from shard_core.plugins import find, load_object; load_object(find(sys.argv[1]).factory, sys.argv[2])"
+)
+
+
+def make(home: Path, pins: Path, requirements: list[str], below: Path | None = None, made_from: str = "") -> Path:
+    """Make a virtual environment, unless it stands already and what it is made from is unchanged.
+
+    Args:
+        home: Where it is to stand.
+        pins: The constraints file that holds the versions.
+        requirements: What to install, in one pip command.
+        below: Another environment whose packages this one sees as installed.
+        made_from: Text that, when it changes, has the environment made anew.
+
+    Returns:
+        ``home``.
+    """
+    stamp = home / "made-from.txt"
+    recipe = "\n".join([str(home), sys.version, pins.read_text(), *requirements, str(below), made_from])
+    if stamp.exists() and stamp.read_text() == recipe:
+        return home
+    print(f"Making {home.relative_to(ROOT)}: {', '.join(requirements)}", file=sys.stderr, flush=True)
+    venv.create(home, clear=True, with_pip=True)
+    if below:
+        (site_packages(home) / "below.pth").write_text(f"{site_packages(below)}\n")
+    pip = [str(home / "bin" / "python"), "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "-qq", "-c", str(pins), *requirements], check=True)
+    stamp.write_text(recipe)
+    return home
+
+
+def site_packages(home: Path) -> Path:
+    """Tell where an environment keeps its packages."""
+    return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(home)}))
+
+
+def start_nox() -> None:
+    """Continue under nox in a private environment, so that Python is all one needs to have."""
+    if sys.version_info < MINIMUM_PYTHON:
+        wanted, found = (".".join(map(str, each[:2])) for each in (MINIMUM_PYTHON, sys.version_info))
+        sys.exit(f"Shard needs Python {wanted} or newer and this is {found}; use a newer one.")
+    try:
+        home = make(ENVIRONMENTS / "nox", CONSTRAINTS / "main.txt", ["nox"])
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"Cannot make .nox/nox ({error}); on Debian and Ubuntu install the package python3-venv.")
+    python = str(home / "bin" / "python")
+    os.execv(python, [python, "-m", "nox", "-f", __file__, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    start_nox()
+
+import nox  # noqa: E402 - there only once start_nox has put it there
+from packaging.requirements import Requirement  # noqa: E402 - comes with nox
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["test"]
+
+DISTRIBUTIONS = {
+    nox.project.load_toml(file)["project"]["name"]: file.parent
+    for file in (ROOT / "core" / "pyproject.toml", *sorted(ROOT.glob("packages/[!_]*/pyproject.toml")))
+}
+each_distribution = nox.parametrize("dist", [nox.param(name, id=name) for name in DISTRIBUTIONS])
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Train a small GPT on real text over two processes; options after -- go to the example."""
+    defaults = ("--devices", str(TRAIN_DEVICES), "--steps", str(TRAIN_STEPS))
+    run(session, "main", "python", EXAMPLE, *defaults, *session.posargs)
+
+
+@nox.session
+def test(session: nox.Session) -> None:
+    """Run all the sessions below, go on after a failure, and sum up at the end."""
+    for name in environments():
+        environment(name)
+    tested = [f"{kind}({dist})" for dist in DISTRIBUTIONS for kind in ("tests", "conformance", "build")]
+    for name in ("lint", "types", "layers", *tested, "integration", "docs"):
+        session.notify(name)
+
+
+@nox.session
+@each_distribution
+def tests(session: nox.Session, dist: str) -> None:
+    """Run a distribution's own tests and the examples in its docstrings; options after -- go to pytest."""
+    folder = DISTRIBUTIONS[dist]
+    places = (f"{folder / 'src'}", f"{folder / 'tests'}", f"--ignore={folder / CONFORMANCE}")
+    run(session, environment_of(dist), "pytest", *places, *session.posargs)
+
+
+@nox.session
+@each_distribution
+def conformance(session: nox.Session, dist: str) -> None:
+    """Hold a distribution's strategies to the contract; options after -- go to pytest."""
+    suite = DISTRIBUTIONS[dist] / CONFORMANCE
+    if not suite.exists():
+        session.skip(f"{dist} has no {CONFORMANCE}")
+    run(session, environment_of(dist), "pytest", str(suite), *session.posargs)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Run the tests across distributions, by what a user does; options after -- go to pytest."""
+    run(session, "main", "pytest", "integration_tests", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, layout and spelling."""
+    run(session, "main", "ruff", "check", ".")
+    run(session, "main", "ruff", "format", "--check", ".")
+    run(session, "main", "codespell")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check every annotation strictly, each distribution where its libraries are."""
+    run(session, "main", "mypy", "--strict", "noxfile.py")
+    for name in environments():
+        run(session, name, "mypy", "--strict", *(str(folder / "src") for folder in members(name).values()))
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """Check who imports whom."""
+    run(session, "main", "lint-imports", "--no-logo")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation without a single warning, and run the code in it."""
+    strict = ("--fail-on-warning", "--keep-going", "--nitpicky", "--quiet", "-d", "docs/_build/doctrees")
+    anew = ("--fresh-env", "--write-all")
+    run(session, "main", "sphinx-build", *strict, *anew, "-b", "html", "docs", "docs/_build/html")
+    run(session, "main", "sphinx-build", *strict, "-b", "doctest", "docs", "docs/_build/doctest")
+
+
+@nox.session
+@each_distribution
+def build(session: nox.Session, dist: str) -> None:
+    """Build wheel and sdist, install our wheels alone into an empty environment, run `shard list`."""
+    name = environment_of(dist)
+    ours = {each: folder for each, folder in members(name).items() if each in ("shard-core", dist)}
+    for each, folder in ours.items():
+        for old in WHEELS.glob(f"{each.replace('-', '_')}-*"):
+            old.unlink()
+        run(session, name, "python", "-m", "build", "--no-isolation", "--outdir", str(WHEELS), str(folder))
+    commands = empty_environment(name, list(ours))
+    from_wheels = ("install", "-qq", "--no-index", "--find-links", str(WHEELS))
+    session.run(str(commands / "python"), "-m", "pip", *from_wheels, *ours, external=True)
+    session.run(str(commands / "shard"), "list", external=True)
+    for strategy in project(dist).get("entry-points", {}).get("shard.strategies", ()):
+        session.run(str(commands / "python"), "-c", IMPORT_STRATEGY, strategy, dist, external=True)
+
+
+def run(session: nox.Session, name: str, command: str, *arguments: str) -> None:
+    """Run a command of a shared environment, with its other commands within reach."""
+    commands = environment(name)
+    path = os.pathsep.join((str(commands), str(torch_alone(name) / "bin"), os.environ["PATH"]))
+    settings = {"PATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    session.run(str(commands / command), *arguments, env=settings, external=True)
+
+
+def environment(name: str) -> Path:
+    """Give the commands all sessions share: the tools, and our distributions as they stand here."""
+    folders = members(name).values()
+    ours = [f"--editable={folder}[testing]" for folder in folders]
+    projects = "\n".join((folder / "pyproject.toml").read_text() for folder in folders)
+    home = ENVIRONMENTS / name
+    return make(home, pins(name), [*ours, *TOOLS], below=torch_alone(name), made_from=projects) / "bin"
+
+
+def empty_environment(name: str, ours: list[str]) -> Path:
+    """Give the commands of a new environment that has what ours declare they need, but not ours."""
+    declared = {text for dist in ours for text in project(dist)["dependencies"]}
+    foreign = sorted(text for text in declared if Requirement(text).name not in DISTRIBUTIONS)
+    home = ENVIRONMENTS / f"{name}-wheels"
+    shutil.rmtree(home, ignore_errors=True)
+    return make(home, pins(name), foreign, below=torch_alone(name)) / "bin"
+
+
+def torch_alone(name: str) -> Path:
+    """Give an environment with torch alone, for others to lie on: it is large and seldom changes."""
+    return make(ENVIRONMENTS / f"{name}-torch", pins(name), ["torch"])
+
+
+def environment_of(dist: str) -> str:
+    """Tell which environment a distribution lives in: its own where it has its own pins, else main."""
+    own = dist.removeprefix("shard-")
+    return own if pins(own).exists() else "main"
+
+
+def environments() -> list[str]:
+    """List the environments that the distributions live in."""
+    return sorted({environment_of(dist) for dist in DISTRIBUTIONS})
+
+
+def members(name: str) -> dict[str, Path]:
+    """List the distributions of an environment; core is in each."""
+    return {
+        dist: folder for dist, folder in DISTRIBUTIONS.items() if dist == "shard-core" or environment_of(dist) == name
+    }
+
+
+def pins(name: str) -> Path:
+    """Tell where an environment's tested versions stand."""
+    return CONSTRAINTS / f"{name}.txt"
+
+
+def project(dist: str) -> dict[str, Any]:
+    """Read what a distribution says about itself."""
+    table: dict[str, Any] = nox.project.load_toml(DISTRIBUTIONS[dist] / "pyproject.toml")["project"]
+    return table
