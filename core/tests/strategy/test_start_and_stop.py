@@ -45,6 +45,11 @@ def test_more_ranks_than_were_started_are_refused_with_the_cure() -> None:
         get_strategy("ddp", devices=3).setup_environment()
 
 
+def test_far_more_ranks_than_cpus_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"devices=9999 asks for 9999 ranks, but this host has \d+ CPUs"):
+        get_strategy("ddp", devices=9999).launch(returns)
+
+
 def test_several_hosts_need_a_launcher() -> None:
     with pytest.raises(LaunchError, match="num_nodes=2 needs a launcher on every host"):
         get_strategy("ddp", num_nodes=2).setup_environment()

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shard_core.gradients import LocalGradient
     from shard_core.parameters import ParameterNames
     from shard_core.plugins.info import StrategyInfo
+    from shard_core.precision.interface import Precision
+    from shard_core.run_options import RunOptions
 
 
 class Engine(abc.ABC):
@@ -27,6 +29,21 @@ class Engine(abc.ABC):
     comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients`` and
     ``engine_step``; ``engine_state`` to save and load. Arguments were checked before.
     """
+
+    #: What is known of the strategy under the name it was asked for.
+    info: StrategyInfo
+
+    #: The arguments every strategy takes.
+    options: RunOptions
+
+    #: The backend's own options, of type ``config_type``.
+    config: Any
+
+    #: The part that says which dtype where.
+    precision: Precision
+
+    #: The part through which ranks talk.
+    collectives: Collectives
 
     #: What ``shard_strategy`` says of the strategy when its class is built without a name.
     default_info: ClassVar[StrategyInfo]

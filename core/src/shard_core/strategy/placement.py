@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from shard_core.launcher.interface import ProcessInfo
     from shard_core.run_options import RunOptions
 
+#: Ranks on CPUs may outnumber the CPUs, in tests say, but a slip of the finger must not bring the host down.
+RANKS_PER_CPU = 8
+
 
 class Placement:
     """What the run options come to on this host.
@@ -117,6 +120,11 @@ def _device_indices(options: RunOptions, device_type: str) -> list[int]:
     if asked == "auto":
         return list(range(there)) if there is not None else [0]
     indices = list(range(asked)) if isinstance(asked, int) else [int(index) for index in asked]
+    if there is None and len(indices) > RANKS_PER_CPU * (os.cpu_count() or 1):
+        raise LaunchError(
+            f"devices={asked!r} asks for {len(indices)} ranks, but this host has {os.cpu_count()} CPUs and takes at "
+            f"most {RANKS_PER_CPU} ranks for each; ask for fewer, or use more hosts."
+        )
     if there is not None and max(indices) >= there:
         raise LaunchError(
             f"devices={asked!r} asks for device {max(indices)} of type {device_type}, but this host has {there} "
