@@ -43,7 +43,7 @@ def main() -> int:
         subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False).returncode
         for _ in track(range(args.launches), description=f"{args.strategy} at {args.ranks} ranks")
     )
-    print({code: count for code, count in sorted(codes.items())})
+    print(dict(sorted(codes.items())))
     return 0 if set(codes) <= {0} else 1
 
 
