@@ -25,7 +25,7 @@ TOOLS = (
 )
 EXAMPLE = "docs/examples/train_gpt.py"
 TRAIN_DEVICES = 2
-TRAIN_STEPS = 200
+TRAIN_STEPS = 300
 IMPORT_STRATEGY = (
     "import sys; from shard_core.plugins import find, load_object; load_object(find(sys.argv[1]).factory, sys.argv[2])"
 )

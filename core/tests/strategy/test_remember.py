@@ -73,7 +73,7 @@ def test_the_scaler_goes_along_and_may_be_missing(tmp_path: Path) -> None:
     again.load_checkpoint(tmp_path / "half", other)
     assert again.precision.scaler.factor == 32768.0
     plain, full = ready(2)
-    assert plain.load_checkpoint(tmp_path / "half", full).keys() == {"precision"}
+    assert plain.load_checkpoint(tmp_path / "half", full).keys() == {"shard_precision"}
     plain.save_checkpoint(tmp_path / "full", full)
     again.load_checkpoint(tmp_path / "full", other)
 

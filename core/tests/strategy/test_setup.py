@@ -65,38 +65,6 @@ def test_what_was_not_set_up_is_refused() -> None:
     assert strategy.unwrap(module) is module
 
 
-def two_models(strategy_name: str) -> Any:
-    """A generator and a discriminator, stepped in turn."""
-    with get_strategy(strategy_name) as strategy:
-        torch.manual_seed(0)
-        made = [nn.Linear(2, 2), nn.Linear(2, 1)]
-        optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in made]
-        ready = [
-            strategy.setup_module_and_optimizers(module, [optimizer])
-            for module, optimizer in zip(made, optimizers, strict=True)
-        ]
-        (generator, (step_generator,)), (critic, (step_critic,)) = ready
-        x = torch.linspace(-1, 1, 12).view(6, 2).chunk(strategy.world_size)[strategy.global_rank]
-        for _ in range(3):
-            strategy.backward(critic(generator(x).detach()).square().mean(), critic)
-            strategy.optimizer_step(step_critic)
-            step_critic.zero_grad()
-            strategy.backward(-critic(generator(x)).mean(), generator)
-            strategy.optimizer_step(step_generator)
-            step_generator.zero_grad()
-            step_critic.zero_grad()
-        return [dict(strategy.full_parameters(module)) for module in (generator, critic)]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_two_models_and_two_optimizers(worlds: Any, size: int) -> None:
-    truth = worlds(1).run(two_models, "single")[0]
-    for rank in worlds(size).run(two_models, "ddp"):
-        for mine, expected in zip(rank, truth, strict=True):
-            for name, tensor in expected.items():
-                torch.testing.assert_close(mine[name], tensor, rtol=1e-6, atol=1e-7)
-
-
 def initial_weights_and_masks(strategy_name: str) -> Any:
     with get_strategy(strategy_name) as strategy:
         strategy.seed_everything(3)

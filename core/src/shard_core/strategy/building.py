@@ -32,6 +32,7 @@ class Building(Starting):
             empty_init: True promises that a checkpoint will fill every value, so none need be computed.
         """
         self.setup_environment()
+        self.collectives.barrier("module_init_context")
         with shared_generator(self.collectives), self.engine_init_context(bool(empty_init)):
             yield
 
@@ -107,6 +108,8 @@ class Building(Starting):
         Raises:
             InvalidOption: If batches are to be split and do not divide.
         """
+        self.setup_environment()
+        self.collectives.barrier("process_dataloader")
         return ShardedLoader(
             loader,
             rank=self.distributed_sampler_kwargs["rank"],

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.interface import SaveHandle
 
 #: Under which key a checkpoint keeps the state of the precision: the gradient scaler's.
-PRECISION_KEY = "precision"
+PRECISION_KEY = "shard_precision"
 
 
 class Remembering(Talking):
