@@ -101,10 +101,11 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
         ``"; did you mean 'fsdp'?"``, or an empty string when nothing is close.
 
     Example:
-        >>> nearest("fsdpp", ["ddp", "fsdp", "single"])
+        >>> nearest("FSDPP", ["ddp", "fsdp", "single"])
         "; did you mean 'fsdp'?"
         >>> nearest("zzz", ["ddp"])
         ''
     """
-    close = difflib.get_close_matches(word, list(allowed), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    by_lower = {name.lower(): name for name in allowed}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""

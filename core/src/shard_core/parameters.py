@@ -71,16 +71,19 @@ class ParameterNames:
         groups are changed in place. State that exists already is laid out like the new parameters.
 
         Args:
-            optimizers: Optimizers made over the parameters the module had.
+            optimizers: Optimizers made over the parameters the module had, or over those it has.
             module: The same module, with new parameters under the old names.
 
         Raises:
             SetupError: If an optimizer holds a parameter the module did not have.
         """
         now = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+        current = {id(parameter): parameter for parameter in now.values()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                replaced = [(old, now[self._known(old)]) for old in group["params"]]
+                replaced = [
+                    (old, current[id(old)] if id(old) in current else now[self._known(old)]) for old in group["params"]
+                ]
                 group["params"][:] = [new for _, new in replaced]
                 for old, new in replaced:
                     if old in optimizer.state:

@@ -50,6 +50,28 @@ def test_far_more_ranks_than_cpus_are_refused() -> None:
         get_strategy("ddp", devices=9999).launch(returns)
 
 
+def test_single_does_not_start_several_ranks() -> None:
+    with pytest.raises(LaunchError, match="strategy 'single' runs on at most 1 rank, not on 2; `shard list`"):
+        get_strategy("single", devices=2).launch(returns)
+
+
+def test_what_cannot_be_called_is_not_launched() -> None:
+    with pytest.raises(LaunchError, match=r"launch\(\) was given 3; give a function that takes the strategy"):
+        get_strategy("ddp", devices=2).launch(3)  # type: ignore[arg-type]
+
+
+def test_a_part_of_the_wrong_kind_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="checkpoint_io is 3; give a CheckpointIO"):
+        get_strategy("ddp", checkpoint_io=3)
+
+
+def test_a_backend_torch_lacks_is_named() -> None:
+    with pytest.raises(
+        CollectiveError, match=r"no process group backend 'glooo' here; did you mean 'gloo'\? it has: gloo"
+    ):
+        get_strategy("ddp", process_group_backend="glooo").setup_environment()
+
+
 def test_several_hosts_need_a_launcher() -> None:
     with pytest.raises(LaunchError, match="num_nodes=2 needs a launcher on every host"):
         get_strategy("ddp", num_nodes=2).setup_environment()
@@ -119,13 +141,13 @@ def test_a_launcher_that_started_another_number_is_named(worlds: Any) -> None:
 
 
 def single_in_a_crowd() -> str:
-    with pytest.raises(CollectiveError) as error:
+    with pytest.raises(LaunchError) as error:
         get_strategy("single").setup_environment()
     return str(error.value)
 
 
 def test_single_refuses_to_be_one_of_several(worlds: Any) -> None:
-    assert all("a world of 2 ranks" in message for message in worlds(2).run(single_in_a_crowd))
+    assert all("runs on at most 1 rank, not on 2" in message for message in worlds(2).run(single_in_a_crowd))
 
 
 def waits_for_absent(name: str) -> str:

@@ -151,3 +151,27 @@ def test_parameters_without_a_dimension_are_averaged(worlds: Any, defer: bool) -
         model(*batch).backward()
     truth = pytest.approx(model.temperature.grad.item(), rel=1e-6)
     assert worlds(2).run(scalar_gradients, defer) == [truth, truth]
+
+
+def optimizer_after(early: bool) -> list[float]:
+    with get_strategy("fsdp") as strategy:
+        with strategy.module_init_context():
+            model = models.make("uneven")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if early else None
+        model = strategy.setup_module(model)
+        optimizer = strategy.setup_optimizer(optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for batch in models.batches("uneven", 3, 12):
+            loss = model(*models.share(batch, strategy.global_rank, strategy.world_size))
+            strategy.backward(loss, model)
+            assert strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            losses.append(strategy.all_reduce(loss).item())
+        return losses
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_may_be_made_before_or_after_sharding(worlds: Any, size: int) -> None:
+    before, after = (worlds(size).run(optimizer_after, early)[0] for early in (True, False))
+    assert before == after
+    assert before[2] < before[0]

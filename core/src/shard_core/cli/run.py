@@ -44,6 +44,9 @@ def command(context: click.Context) -> None:
     except ChildFailedError as error:
         click.echo(str(error), err=True)
         exit_code = 1
+    except ValueError as error:
+        # What torchrun says of an option's value, before any rank was started.
+        raise click.UsageError(f"{error}.") from error
     if chosen.json:
         report: dict[str, Any] = {
             "strategy": strategy,

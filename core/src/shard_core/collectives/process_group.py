@@ -13,7 +13,7 @@ from shard_core._versions import default_store
 from shard_core.collectives.interface import Collectives, reduce_op_named
 from shard_core.collectives.roll_call import RollCall, shared_store
 from shard_core.collectives.shutdown import close_process_group, settle_at_exit
-from shard_core.errors import CollectiveError
+from shard_core.errors import CollectiveError, nearest
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -75,11 +75,13 @@ class ProcessGroupCollectives(Collectives):
             own = dist.PrefixStore(f"shard/{name}", default_store())
             self._roll_call = RollCall(own, rank, world_size, self._guard_timeout)
             return
+        backend = self._backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        _check_backend(backend)
         store = dist.HashStore() if world_size == 1 else shared_store(rank, world_size, self._guard_timeout)
         self._roll_call = RollCall(store, rank, world_size, self._guard_timeout)
         self._roll_call.answer("start")
         dist.init_process_group(
-            self._backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+            backend,
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
@@ -142,6 +144,16 @@ class ProcessGroupCollectives(Collectives):
         if self._owns_group:
             self._owns_group = False
             close_process_group()
+
+
+def _check_backend(backend: str) -> None:
+    """Refuse a backend this torch was built without; ``"cpu:gloo,cuda:nccl"`` names one per device."""
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            there = [known for known in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(known)]
+            hint = nearest(name, there) or ";"
+            raise CollectiveError(f"torch has no process group backend {name!r} here{hint} it has: {', '.join(there)}.")
 
 
 def _gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:

@@ -58,8 +58,8 @@ def check_importable(*objects: Any) -> None:
         name = getattr(function, "__qualname__", "")
         if "<lambda>" in name:
             raise LaunchError(
-                "a lambda cannot be sent to new processes; define a function at the top level of a module and "
-                "launch that."
+                "a lambda cannot be sent to new processes, neither to be launched nor as an argument; define a "
+                "function at the top level of a module and give that."
             )
         if "<locals>" in name:
             raise LaunchError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import _thread
 import contextlib
 import dataclasses
+import logging
+import math
 import os
 import signal
 import threading
@@ -21,6 +23,10 @@ _POLL_SECONDS = 0.05
 # a rank that hangs in a collective with a SIGTERM handler of its own, and for ever for one that left
 # by os._exit(0).
 _GRACE_SECONDS = 3.0
+# After how long it is said that some ranks have finished and others have not: those may wait for ever.
+_APART_SECONDS = 60.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class Watch:
         self._folder = folder
         self._num_processes = num_processes
         self._pids: dict[int, int] = {}
+        self._says_apart_at = time.time() + _APART_SECONDS
         self._in_main = threading.current_thread() is threading.main_thread()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -80,6 +87,7 @@ class Watch:
     def _watch(self) -> None:
         while not self._over.wait(_POLL_SECONDS):
             self._find_pids()
+            self._say_apart()
             living = {rank: pid for rank, pid in self._pids.items() if not self._has_ended(rank, pid)}
             if not self.deaths or time.time() < self.deaths[0].when + _GRACE_SECONDS:
                 continue
@@ -92,6 +100,24 @@ class Watch:
                     self.woke_agent = True
                     _thread.interrupt_main()
                 return
+
+    def _say_apart(self) -> None:
+        """Say once that ranks have parted: one that left early lets the others wait in a collective."""
+        if time.time() < self._says_apart_at:
+            return
+        self._says_apart_at = time.time() + _POLL_SECONDS * 20
+        reports = {rank: read_report(self._folder, rank) for rank in self._pids}
+        done = {rank: report.when for rank, report in reports.items() if report and report.state == DONE}
+        going_on = [rank for rank in reports if rank not in done]
+        if done and going_on and time.time() - max(done.values()) > _APART_SECONDS:
+            self._says_apart_at = math.inf
+            log.warning(
+                "rank %s finished %.0f s ago while rank %s goes on; if it waits there in a collective, the ranks "
+                "did not take equally many steps.",
+                ", ".join(map(str, sorted(done))),
+                time.time() - max(done.values()),
+                ", ".join(map(str, sorted(going_on))),
+            )
 
     def _find_pids(self) -> None:
         for rank in set(range(self._num_processes)).difference(self._pids):

@@ -24,6 +24,7 @@ class StrategyInfo:
         precisions: The precision names it honours, in the order people should consider them.
         devices: The device types it runs on.
         options: Its own keyword arguments, beyond those every strategy takes.
+        max_ranks: How many ranks it runs on at most; None for any number.
         presets: Option values that this name stands for, e.g. ``{"stage": 2}``.
     """
 
@@ -34,4 +35,5 @@ class StrategyInfo:
     precisions: tuple[str, ...] = ("32-true",)
     devices: tuple[str, ...] = ("cpu",)
     options: tuple[Option, ...] = ()
+    max_ranks: int | None = None
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -18,6 +18,7 @@ SINGLE = StrategyInfo(
     precisions=_PRECISIONS,
     devices=("cpu", "cuda"),
     options=options_of(SingleConfig),
+    max_ranks=1,
 )
 
 DDP = StrategyInfo(

@@ -13,6 +13,7 @@ from shard_core.launcher.environment import detect
 
 if TYPE_CHECKING:
     from shard_core.launcher.interface import ProcessInfo
+    from shard_core.plugins.info import StrategyInfo
     from shard_core.run_options import RunOptions
 
 #: Ranks on CPUs may outnumber the CPUs, in tests say, but a slip of the finger must not bring the host down.
@@ -24,19 +25,27 @@ class Placement:
 
     Args:
         options: The checked arguments of the strategy.
-        supported: The device types the strategy runs on.
+        info: What the strategy runs on.
 
     Raises:
         InvalidOption: If the device is not one the strategy runs on.
         LaunchError: If more devices are asked for than there are, or other ranks exist than asked for.
     """
 
-    def __init__(self, options: RunOptions, supported: Sequence[str]) -> None:
+    def __init__(self, options: RunOptions, info: StrategyInfo) -> None:
         self.process: ProcessInfo | None = options.cluster_environment or detect()
-        self.device_type = _device_type(options, supported)
+        self.device_type = _device_type(options, info.devices)
         self._options = options
         self._indices = _device_indices(options, self.device_type)
+        if info.max_ranks == 1 and options.devices == "auto":
+            self._indices = self._indices[:1]
         self.local_ranks = len(self._indices) if self.process is None else self.process.local_world_size
+        ranks = self.process.world_size if self.process else self.local_ranks * options.num_nodes
+        if info.max_ranks is not None and ranks > info.max_ranks and (self.process or options.devices != "auto"):
+            raise LaunchError(
+                f"strategy {info.name!r} runs on at most {info.max_ranks} rank{'s' if info.max_ranks > 1 else ''}, not "
+                f"on {ranks}; `shard list` shows strategies for more."
+            )
         if self.process is not None:
             self._check_existing(self.process)
         elif options.num_nodes > 1:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from shard_core.checkpoint.interface import CheckpointIO
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
-from shard_core.errors import MissingCapability
+from shard_core.errors import InvalidOption, LaunchError, MissingCapability
 from shard_core.launcher.choice import choose_launcher
 from shard_core.launcher.environment import export
 from shard_core.mesh import DataRanks
@@ -45,6 +46,10 @@ class Starting(Engine):
         chosen = self.options.collectives
         self.collectives = self.engine_collectives(chosen) if chosen is None or isinstance(chosen, str) else chosen
         self.checkpoint_io = self.options.checkpoint_io or ShardedCheckpointIO()
+        if not isinstance(self.checkpoint_io, CheckpointIO):
+            raise InvalidOption(
+                f"checkpoint_io is {self.checkpoint_io!r}; give a CheckpointIO, or None for the default."
+            )
         self._registry = Registry()
         self._placement: Placement | None = None
         self._mesh: DeviceMesh | None = None
@@ -71,7 +76,9 @@ class Starting(Engine):
             LaunchError: If the function or an argument cannot travel, or devices are lacking.
             RankFailed: If a rank raised or died.
         """
-        placement = Placement(self.options, self.info.devices)
+        if not callable(function):
+            raise LaunchError(f"launch() was given {function!r}; give a function that takes the strategy.")
+        placement = Placement(self.options, self.info)
         launcher = self.options.launcher or choose_launcher(placement.local_ranks, placement.process)
         result: T = launcher.launch(_run, self, function, *args)
         return result if placement.rank == 0 else None
@@ -85,7 +92,7 @@ class Starting(Engine):
         """
         if self._placement is not None:
             return
-        placement = Placement(self.options, self.info.devices)
+        placement = Placement(self.options, self.info)
         placement.check_started()
         if placement.process is not None:
             export(placement.process)
