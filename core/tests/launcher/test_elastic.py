@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_functions import fall, give_back, total
+from rank_functions import fall, give_back, part, total
 
 from shard_core.errors import LaunchError, RankFailed
+from shard_core.launcher import watch
 from shard_core.launcher.elastic import ElasticLauncher
 
 HERE = Path(__file__).parent
@@ -182,3 +183,11 @@ def test_no_rank_outlives_its_launcher(number, status, tmp_path):
     errors = process.communicate()[1]
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
     assert "SignalException" not in errors
+
+
+def test_ranks_that_part_are_spoken_of(caplog, monkeypatch):
+    monkeypatch.setattr(watch, "_APART_SECONDS", 1.0)
+    ElasticLauncher(num_processes=2).launch(part)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "shard_core.launcher.watch"]
+    assert message.startswith("rank 1 finished ")
+    assert "while rank 0 goes on; if it waits there in a collective" in message
