@@ -7,7 +7,6 @@ import os
 import resource
 import sysconfig
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +26,8 @@ class GPT(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        layer = partial(nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True)
-        self.blocks = nn.ModuleList(layer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0) for _ in range(LAYERS))
+        kind = {"activation": "gelu", "dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, **kind) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
         self.head.weight = self.tokens.weight
         for parameter in self.parameters():
