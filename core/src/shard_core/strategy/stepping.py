@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +173,7 @@ class Stepping(Building):
         """Bring an optimizer's gradients to their final values; tell whether all are finite."""
         accumulation = self._registry.owner(optimizer).optimizers[optimizer]
         return accumulation.finish(
-            functools.partial(self.engine_gradients, optimizer), self.collectives, self._data, self.precision.scaler
+            lambda: self.engine_gradients(optimizer), self.collectives, self._data, self.precision.scaler
         )
 
 
