@@ -181,7 +181,8 @@ def test_no_rank_outlives_its_launcher(number, status, tmp_path):
     assert process.returncode == status
     wait_until(lambda: not any(map(is_running, pids)), 20)
     errors = process.communicate()[1]
-    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+    if number != signal.SIGKILL:  # torch lets the system interrupt ranks whose parent died, at any moment of theirs
+        assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
     assert "SignalException" not in errors
 
 

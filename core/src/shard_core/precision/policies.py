@@ -86,7 +86,7 @@ and 64, 32, 16 and bf16 for short.
     name = _ALIASES.get(str(precision), str(precision))
     known = (*POLICIES, *others)
     if name not in known:
-        hint = nearest(name, known) or "."
+        hint = (nearest(name, known) if isinstance(precision, str) else "") or "."
         raise UnsupportedPrecision(
             f"there is no precision {precision!r}{hint} The precisions are: {', '.join(known)}, "
             f"and 64, 32, 16 and bf16 for short."
