@@ -50,9 +50,12 @@ def test_far_more_ranks_than_cpus_are_refused() -> None:
         get_strategy("ddp", devices=9999).launch(returns)
 
 
-def test_single_does_not_start_several_ranks() -> None:
+@pytest.mark.parametrize(
+    "options", [{"devices": 2}, {"num_nodes": 2}, {"parallel_devices": [torch.device("cpu"), torch.device("cpu")]}]
+)
+def test_single_does_not_start_several_ranks(options: dict[str, Any]) -> None:
     with pytest.raises(LaunchError, match="strategy 'single' runs on at most 1 rank, not on 2; `shard list`"):
-        get_strategy("single", devices=2).launch(returns)
+        get_strategy("single", **options).launch(returns)
 
 
 def test_what_cannot_be_called_is_not_launched() -> None:

@@ -37,11 +37,11 @@ class Placement:
         self.device_type = _device_type(options, info.devices)
         self._options = options
         self._indices = _device_indices(options, self.device_type)
-        if info.max_ranks == 1 and options.devices == "auto":
-            self._indices = self._indices[:1]
+        if options.devices == "auto" and options.parallel_devices is None:
+            self._indices = self._indices[: info.max_ranks]
         self.local_ranks = len(self._indices) if self.process is None else self.process.local_world_size
         ranks = self.process.world_size if self.process else self.local_ranks * options.num_nodes
-        if info.max_ranks is not None and ranks > info.max_ranks and (self.process or options.devices != "auto"):
+        if info.max_ranks is not None and ranks > info.max_ranks:
             raise LaunchError(
                 f"strategy {info.name!r} runs on at most {info.max_ranks} rank{'s' if info.max_ranks > 1 else ''}, not "
                 f"on {ranks}; `shard list` shows strategies for more."
