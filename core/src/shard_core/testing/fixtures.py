@@ -1,4 +1,4 @@
-"""Fixtures for distributed tests; a root ``conftest.py`` names this module in ``pytest_plugins``."""
+"""The kit's pytest plugin, loaded by itself where shard-core is installed: ranks to test on, and the rules."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from shard_core.testing.rules import RuleBroken, check_untouched, promise_of
 
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from shard_core.testing.conformance import Conformance
     from shard_core.testing.world import World
+
+_BROKEN = pytest.StashKey[dict[type, set[str]]]()
+_SILENCERS = ("skip", "skipif", "xfail", "usefixtures")
 
 
 class Worlds:
@@ -38,3 +44,61 @@ def worlds() -> Iterator[Worlds]:
     session = Worlds()
     yield session
     session.close()
+
+
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    """Hold authors to the rules, and expect the failures they gave reasons for."""
+    session.stash[_BROKEN] = {}
+    for item in items:
+        promise = promise_of(getattr(item, "obj", None))
+        if promise is None:
+            continue
+        cls = _author(item)
+        silenced = [mark.name for mark in item.iter_markers() if mark.name in _SILENCERS]
+        if silenced:
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked {silenced[0]!r}; a promise can only be excused in known_failures."
+            )
+        if promise.name in cls.known_failures:
+            item.add_marker(pytest.mark.xfail(strict=True, reason=cls.known_failures[promise.name]))
+    if items:
+        _check_untouched(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave unjudged what stands on a broken promise: its failure would tell nothing new."""
+    promise = promise_of(getattr(item, "obj", None))
+    if promise is None:
+        return
+    broken = item.session.stash[_BROKEN].get(_author(item), set())
+    below = [name for name in promise.after if name in broken]
+    if below:
+        broken.add(promise.name)
+        pytest.skip(f"not judged: it stands on {below[0]!r}, which is broken")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember broken promises, and tell what was promised beside what went wrong."""
+    report = yield
+    promise = promise_of(getattr(item, "obj", None))
+    if promise is not None and report.failed:
+        item.session.stash[_BROKEN].setdefault(_author(item), set()).add(promise.name)
+        report.sections.append(("Promise", f"{promise.sentence}\nUsual cause: {promise.cause}"))
+    return report
+
+
+def _check_untouched(items: list[pytest.Item]) -> None:
+    from shard_core.testing.conformance import Conformance
+
+    classes = dict.fromkeys(_author(item) for item in items if promise_of(getattr(item, "obj", None)))
+    for cls in classes:
+        try:
+            check_untouched(cls, Conformance)
+        except RuleBroken as error:
+            raise pytest.UsageError(str(error)) from error
+
+
+def _author(item: pytest.Item) -> type[Conformance]:
+    cls: type[Conformance] = item.cls  # type: ignore[attr-defined]
+    return cls

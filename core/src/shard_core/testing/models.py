@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from shard_core.errors import nearest
+
+if TYPE_CHECKING:
+    from shard_core.strategy import Strategy
 
 _VOCABULARY, _CONTEXT, _WIDTH, _HEADS, _BLOCKS = 256, 16, 32, 2, 2
 _INPUTS, _OUTPUTS = 6, 3
@@ -79,6 +82,20 @@ def share(batch: tuple[Any, ...], rank: int, world_size: int) -> tuple[Any, ...]
     """
     assert all(len(tensor) % world_size == 0 for tensor in batch), "the global batch does not divide"
     return tuple(tensor.chunk(world_size)[rank] for tensor in batch)
+
+
+def share_of(strategy: Strategy, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cut the part that a strategy's data rank trains on out of a global batch, on its device.
+
+    Args:
+        strategy: Started; ranks that see the same data get the same part.
+        batch: Tensors whose first dimension is the samples.
+
+    Returns:
+        The tensors.
+    """
+    data = strategy.distributed_sampler_kwargs
+    return strategy.batch_to_device(share(batch, data["rank"], data["num_replicas"]))
 
 
 def param_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -10,9 +10,69 @@ from shard_core.testing import models
 from shard_core.testing.oracle import Trajectory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from shard_core.strategy import Strategy
+
+
+def set_up(
+    strategy: Strategy,
+    model: str | Callable[[], torch.nn.Module],
+    optimizer: str | Callable[[torch.nn.Module], torch.optim.Optimizer],
+    *,
+    seed: int = 0,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Build a model and its optimizer from a seed, and set both up.
+
+    Args:
+        strategy: Started.
+        model: The name of a model of the zoo, or what builds one.
+        optimizer: The name of an optimizer of the zoo, or what builds one over the model.
+        seed: What the initial weights are drawn from.
+
+    Returns:
+        What setup returned.
+    """
+    strategy.seed_everything(seed)
+    with strategy.module_init_context():
+        built = models.make(model) if isinstance(model, str) else model()
+    made = models.make_optimizer(optimizer, built) if isinstance(optimizer, str) else optimizer(built)
+    ready, (stepped,) = strategy.setup_module_and_optimizers(built, [made])
+    return ready, stepped
+
+
+def step(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Any, ...]) -> float:
+    """Take one plain step on this rank's share of a global batch.
+
+    Args:
+        strategy: What set the two up.
+        model: What setup returned.
+        optimizer: What setup returned.
+        batch: The global batch.
+
+    Returns:
+        The mean loss over all ranks.
+    """
+    loss = model(*models.share_of(strategy, batch))
+    strategy.backward(loss, model)
+    strategy.optimizer_step(optimizer)
+    optimizer.zero_grad()
+    return float(strategy.all_reduce(loss.detach()))
+
+
+def whole_weights(strategy: Strategy, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copy all parameters, whole, to this rank's host memory.
+
+    Args:
+        strategy: What set the model up.
+        model: What setup returned.
+
+    Returns:
+        The parameters by name.
+    """
+    return {name: tensor.detach().cpu().clone() for name, tensor in strategy.full_parameters(model)}
 
 
 def train_under(
@@ -48,11 +108,7 @@ def train_under(
         The run on rank 0, ``None`` elsewhere.
     """
     with get_strategy(strategy_name, **options) as strategy:
-        strategy.seed_everything(seed)
-        with strategy.module_init_context():
-            model = models.make(model_name)
-        optimizer = models.make_optimizer(optimizer_name, model)
-        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        model, optimizer = set_up(strategy, model_name, optimizer_name, seed=seed)
         batches = models.batches(model_name, steps * accumulate, global_batch, seed)
         losses, norms = [], []
         for start in range(0, len(batches), accumulate):
@@ -71,7 +127,7 @@ def _accumulate(
 ) -> float:
     total = 0.0
     for number, batch in enumerate(batches):
-        inputs, targets = models.share(batch, strategy.global_rank, strategy.world_size)
+        inputs, targets = models.share_of(strategy, batch)
         with strategy.no_backward_sync(model, enabled=number < len(batches) - 1):
             if denominator:
                 loss = model(inputs, targets, reduction="sum")

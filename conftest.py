@@ -1,3 +1,0 @@
-"""Fixtures every distribution's tests share."""
-
-pytest_plugins = ("shard_core.testing.fixtures",)

@@ -1,0 +1,64 @@
+"""The whole kit in one class: whoever inherits from it holds a strategy to every promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shard_core.testing.rules import check_author
+from shard_core.testing.suites.checkpoint.mismatch import Mismatch
+from shard_core.testing.suites.checkpoint.resume import Resume
+from shard_core.testing.suites.checkpoint.round_trip import RoundTrip
+from shard_core.testing.suites.checkpoint.safety import Safety
+from shard_core.testing.suites.collectives import Talking
+from shard_core.testing.suites.launcher import Launching
+from shard_core.testing.suites.plugin import Plugin
+from shard_core.testing.suites.training.abilities import Abilities
+from shard_core.testing.suites.training.accumulation import Accumulation
+from shard_core.testing.suites.training.clipping import Clipping
+from shard_core.testing.suites.training.data import Data
+from shard_core.testing.suites.training.parity import Parity
+from shard_core.testing.suites.training.precision import Precisions
+from shard_core.testing.suites.training.randomness import Randomness
+from shard_core.testing.suites.training.setup import Setup
+from shard_core.testing.suites.training.structure import Structure
+
+
+# Pytest runs the tests of the last base first.
+class Conformance(
+    Launching,
+    Safety,
+    Mismatch,
+    Resume,
+    RoundTrip,
+    Talking,
+    Data,
+    Randomness,
+    Abilities,
+    Precisions,
+    Clipping,
+    Accumulation,
+    Setup,
+    Structure,
+    Parity,
+    Plugin,
+):
+    """Holds a strategy to every promise of the contract.
+
+    Example:
+        This is a whole test file; ``pytest`` runs it, on a laptop as in CI::
+
+            from shard_core.testing import Conformance
+
+
+            class TestMirror(Conformance):
+                strategy = "mirror"
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check that the author sets nothing but what is theirs.
+
+        Raises:
+            RuleBroken: If a promise is removed, replaced or excused without a reason.
+        """
+        super().__init_subclass__(**kwargs)
+        check_author(cls, Conformance)

@@ -1,0 +1,1 @@
+"""The promises of the conformance kit, one suite per noun."""

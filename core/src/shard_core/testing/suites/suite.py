@@ -1,0 +1,79 @@
+"""What all suites share: the strategy under test and the ranks it is judged on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from shard_core import plugins
+from shard_core.testing.rules import promise_of
+from shard_core.testing.subject import Ranks, Subject
+
+if TYPE_CHECKING:
+    from shard_core.plugins.info import StrategyInfo
+    from shard_core.testing.fixtures import Worlds
+
+
+class Suite:
+    """Promises about one noun, held against one strategy.
+
+    Authors inherit from ``Conformance``, which has all suites, and set what differs.
+    """
+
+    #: The strategy's name; must be set.
+    strategy: ClassVar[str]
+
+    #: What ``get_strategy`` is told beside the name; may be set.
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    #: Numbers of ranks the strategy is judged at; may be set. More than it runs on are left out.
+    world_sizes: ClassVar[Sequence[int]] = (1, 2, 3)
+
+    #: The device type it is judged on; may be set.
+    device: ClassVar[str] = "cpu"
+
+    #: Promises that are not kept yet, each with the reason; may be set. One that is kept after all fails.
+    known_failures: ClassVar[Mapping[str, str]] = {}
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run a promise at its world sizes."""
+        if "ranks" in metafunc.fixturenames:
+            held = promise_of(metafunc.function)
+            sizes = self.sizes() if held is None or held.every_size else (self.main_size(),)
+            metafunc.parametrize("ranks", sizes, indirect=True, ids=[f"{size}ranks" for size in sizes])
+
+    @property
+    def info(self) -> StrategyInfo:
+        """What the strategy says of itself."""
+        return plugins.find(self.strategy)
+
+    @property
+    def subject(self) -> Subject:
+        """How to get the strategy under test."""
+        return Subject(name=self.strategy, options={"accelerator": self.device, **self.options})
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return the numbers of ranks this strategy is judged at."""
+        most = self.info.max_ranks
+        return tuple(size for size in self.world_sizes if most is None or size <= most)
+
+    def main_size(self) -> int:
+        """Return the number of ranks for what need not be judged at all: two, or what is nearest."""
+        return min(self.sizes(), key=lambda size: (abs(size - 2), size))
+
+    @pytest.fixture
+    def ranks(self, request: pytest.FixtureRequest, worlds: Worlds) -> Ranks:
+        """Give the ranks of this case, with the strategy under test."""
+        return Ranks(worlds(request.param), self.subject)
+
+    @pytest.fixture
+    def ranks_of(self, worlds: Worlds) -> Callable[..., Ranks]:
+        """Give a callable for other places: ``ranks_of(3)``, or ``ranks_of(2, "ddp")`` for another strategy."""
+
+        def place(size: int, strategy: str | None = None) -> Ranks:
+            other = self.subject if strategy is None else Subject(name=strategy, options={"accelerator": self.device})
+            return Ranks(worlds(size), other)
+
+        return place

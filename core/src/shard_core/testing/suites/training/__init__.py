@@ -1,0 +1,1 @@
+"""Promises about training: the same losses, gradients and weights on every engine."""
