@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,23 @@ TOOLS = (
     *("sphinx", "myst-parser", "furo"),
     *("build", "hatchling"),
 )
+NO_TESTS = 5  # how pytest ends when nothing was left to run
+LONGEST = 3600
+BACKEND_LAYERS = """\
+[tool.importlinter]
+root_packages = {packages}
+
+[[tool.importlinter.contracts]]
+name = "Core imports no backend"
+type = "forbidden"
+source_modules = ["shard_core"]
+forbidden_modules = {backends}
+
+[[tool.importlinter.contracts]]
+name = "Backends import core, never one another"
+type = "independence"
+modules = {backends}
+"""
 EXAMPLE = "docs/examples/train_gpt.py"
 TRAIN_DEVICES = 2
 TRAIN_STEPS = 300
@@ -135,6 +153,22 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+def long(session: nox.Session) -> None:
+    """Run the tests that take minutes and that `test` leaves out; options after -- go to pytest."""
+    places = [(environment_of(dist), folder / "tests") for dist, folder in DISTRIBUTIONS.items()]
+    for name, place in (*places, ("main", ROOT / "integration_tests")):
+        chosen = (str(place), "-m", "long", f"--timeout={LONGEST}")
+        run(session, name, "pytest", *chosen, *session.posargs, success_codes=(0, NO_TESTS))
+
+
+@nox.session
+def new(session: nox.Session) -> None:
+    """Make a new backend: its name after --, and --to DIR if it is not to stand in this repository."""
+    with session.chdir(session.invoked_from):
+        session.run(sys.executable, str(ROOT / "packages" / "new_backend.py"), *session.posargs, external=True)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style, layout and spelling."""
     run(session, "main", "ruff", "check", ".")
@@ -145,15 +179,19 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check every annotation strictly, each distribution where its libraries are."""
-    run(session, "main", "mypy", "--strict", "noxfile.py")
+    run(session, "main", "mypy", "--strict", "noxfile.py", "packages/new_backend.py", "packages/_template/src")
     for name in environments():
         run(session, name, "mypy", "--strict", *(str(folder / "src") for folder in members(name).values()))
 
 
 @nox.session
 def layers(session: nox.Session) -> None:
-    """Check who imports whom."""
+    """Check who imports whom: inside core, and among the distributions that are found."""
     run(session, "main", "lint-imports", "--no-logo")
+    for name in environments():
+        settings = Path(session.create_tmp()) / f"{name}.toml"
+        settings.write_text(layers_of(members(name)))
+        run(session, name, "lint-imports", "--no-logo", "--config", str(settings))
 
 
 @nox.session
@@ -183,12 +221,18 @@ def build(session: nox.Session, dist: str) -> None:
         session.run(str(commands / "python"), "-c", IMPORT_STRATEGY, strategy, dist, external=True)
 
 
-def run(session: nox.Session, name: str, command: str, *arguments: str) -> None:
+def layers_of(dists: Iterable[str]) -> str:
+    """Write down for import-linter who may import whom among distributions; core is one of them."""
+    packages = [dist.replace("-", "_") for dist in dists]
+    return BACKEND_LAYERS.format(packages=packages, backends=[each for each in packages if each != "shard_core"])
+
+
+def run(session: nox.Session, name: str, command: str, *arguments: str, success_codes: Iterable[int] = (0,)) -> None:
     """Run a command of a shared environment, with its other commands within reach."""
     commands = environment(name)
     path = os.pathsep.join((str(commands), str(torch_alone(name) / "bin"), os.environ["PATH"]))
     settings = {"PATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    session.run(str(commands / command), *arguments, env=settings, external=True)
+    session.run(str(commands / command), *arguments, env=settings, external=True, success_codes=success_codes)
 
 
 def environment(name: str) -> Path:

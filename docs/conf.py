@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 
 project = "Shard"
 author = "The Shard authors"
 release = importlib.metadata.version("shard-core")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "examples"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon", "promises"]
+exclude_patterns = ["_build", "examples", "extensions"]
 html_theme = "furo"
 html_title = "Shard"
 

@@ -26,6 +26,8 @@ from shard_core.strategy.engine import Engine
 
 EXAMPLE = "docs/examples/train_gpt.py"
 PRESENT = plugins.installed()
+#: Its code is put together step by step in test_write_a_backend.py.
+WALKED = "docs/tutorials/write-a-backend.md"
 
 #: What a reader of a page that shows only the loop has around it.
 SURROUNDINGS = {
@@ -51,8 +53,8 @@ def train(strategy):
 }
 
 
-def having(*languages: str) -> pytest.MarkDecorator:
-    found = [each for each in pages() if each.blocks(*languages)]
+def having(*languages: str, but: str = "") -> pytest.MarkDecorator:
+    found = [each for each in pages() if each.blocks(*languages) and each.name != but]
     return pytest.mark.parametrize("each", found, ids=lambda each: each.name)
 
 
@@ -65,7 +67,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
-@having("python")
+@having("python", but=WALKED)
 def test_python_runs(each, tmp_path):
     for block in each.blocks("toml", "python"):
         if block.file:
@@ -104,6 +106,7 @@ def test_commands_exist(each):
                 assert (ROOT / folder).is_dir() or f'name = "{folder[2:]}"' in each.text
         elif "noxfile.py" in words:
             session, *others = words[words.index("-s") + 1 :]
+            session = session.partition("(")[0]
             assert session in re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
             if session == "train":
                 assert set(options(others)) - {"--"} <= set(example_options())
@@ -183,8 +186,10 @@ def test_reference_shows_every_public_name(rendered):
 
 
 def test_reference_tells_what_every_capability_is():
-    told = page("docs/reference/capabilities.md").table("name", "a strategy that declares it")
-    assert told == [[each.name, each.value] for each in Capability]
+    header = ("name", "a strategy that declares it", "refused where it is not declared")
+    told = page("docs/reference/capabilities.md").table(*header)
+    assert [row[:2] for row in told] == [[each.name, each.value] for each in Capability]
+    assert all(refused for _, _, refused in told)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -21,6 +23,7 @@ import shard_core
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "core"
 BACKENDS = sorted(file.parent for file in ROOT.glob("packages/[!_]*/pyproject.toml"))
+ROOMS_OF_ALL = ("__init__", "plugin", "strategy")
 ROOMS = {
     *("__init__", "py.typed", "__pycache__", "plugin", "config", "strategy"),
     *("collectives", "precision", "checkpoint", "launcher", "_versions"),
@@ -32,8 +35,10 @@ TORCHLESS = (
 NAMELESS = {"utils", "helpers", "common", "base", "misc"}
 MOST_LINES = 400
 
-each_distribution = pytest.mark.parametrize("folder", [CORE, *BACKENDS], ids=lambda folder: folder.name)
-each_backend = pytest.mark.parametrize("folder", BACKENDS, ids=lambda folder: folder.name)
+TEMPLATE = ROOT / "packages" / "_template"  # kept to the same rules, though nothing finds it as a distribution
+
+each_distribution = pytest.mark.parametrize("folder", [CORE, TEMPLATE, *BACKENDS], ids=lambda folder: folder.name)
+each_backend = pytest.mark.parametrize("folder", [TEMPLATE, *BACKENDS], ids=lambda folder: folder.name)
 
 
 def project(folder: Path) -> dict:
@@ -42,6 +47,11 @@ def project(folder: Path) -> dict:
 
 def package(folder: Path) -> Path:
     return folder / "src" / project(folder)["name"].replace("-", "_")
+
+
+@functools.cache
+def noxfile() -> dict:
+    return runpy.run_path(str(ROOT / "noxfile.py"))
 
 
 def sources() -> list[Path]:
@@ -95,7 +105,7 @@ def test_siblings_are_required_by_range(folder):
 def test_backend_has_only_the_rooms_of_the_house(folder):
     found = {entry.name.removesuffix(".py") for entry in package(folder).iterdir()}
     assert found <= ROOMS
-    assert {"__init__", "plugin", "strategy"} <= found
+    assert set(ROOMS_OF_ALL) <= found
 
 
 @each_backend
@@ -112,17 +122,31 @@ def test_backend_imports_only_public_names_of_core(folder):
 
 
 def test_noxfile_finds_every_distribution():
-    found = runpy.run_path(str(ROOT / "noxfile.py"))["DISTRIBUTIONS"]
+    found = noxfile()["DISTRIBUTIONS"]
     assert found == {project(folder)["name"]: folder for folder in (CORE, *BACKENDS)}
 
 
-def test_import_linter_looks_at_every_package():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    by_name = {contract["name"]: contract for contract in settings["contracts"]}
-    packages = [package(folder).name for folder in BACKENDS]
-    assert settings["root_packages"] == ["shard_core", *packages]
-    assert by_name["Core imports no backend"]["forbidden_modules"] == packages
-    assert by_name["Backends import core, never one another"]["modules"] == packages
+@pytest.mark.parametrize(
+    ("room", "imported", "broken"),
+    [
+        ("shard_b/strategy.py", "shard_core.errors", []),
+        ("shard_b/strategy.py", "shard_a.strategy", ["Backends import core, never one another"]),
+        ("shard_core/errors.py", "shard_a.strategy", ["Core imports no backend"]),
+    ],
+)
+def test_layers_are_checked_among_the_distributions_found(tmp_path, room, imported, broken):
+    for name in ("shard_core/__init__", "shard_core/errors", *(f"shard_{k}/{n}" for k in "ab" for n in ROOMS_OF_ALL)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").touch()
+    (tmp_path / room).write_text(f"import {imported}\n")
+    layers_of = noxfile()["layers_of"]
+    (tmp_path / "layers.toml").write_text(layers_of(["shard-core", "shard-a", "shard-b"]))
+    linter = (str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--config", "layers.toml")
+    told = subprocess.run(
+        linter, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert re.findall(r"^(.*) BROKEN$", told.stdout, flags=re.MULTILINE) == broken
+    assert told.returncode == bool(broken)
 
 
 def test_ci_runs_the_readmes_command():

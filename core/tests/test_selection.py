@@ -10,6 +10,7 @@ from shard_core import get_strategy
 from shard_core.errors import (
     BrokenBackend,
     InvalidOption,
+    MissingCapability,
     ShardError,
     StrategyUnavailable,
     UnknownStrategy,
@@ -181,6 +182,16 @@ BAD_INPUT = {
         {"precision": "16-mixed"},
         UnsupportedPrecision,
         ["strategy 'toy' does not honour precision '16-mixed'; it honours: 32-true, bf16-mixed."],
+    ),
+    "float16 without the capability": (
+        {"precision": "16"},
+        MissingCapability,
+        ["it honours: 32-true, bf16-mixed. Whatever computes in float16 needs FP16, which it does not promise."],
+    ),
+    "a table with float16 without the capability": (
+        {"precision": POLICIES["16-true"]},
+        MissingCapability,
+        ["strategy 'toy' does not honour precision '16-true'"],
     ),
     "precision of no type": ({"precision": 1.5}, InvalidOption, ["precision is 1.5, of type float"]),
     "devices": ({"devices": 0}, InvalidOption, ["devices is 0; allowed are 'auto', a number from 1 up"]),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ShardError,
         StrategyUnavailable,
         UnknownStrategy,
+        UnsupportedFloat16,
         UnsupportedPrecision,
     )
     from shard_core.options import Option
@@ -66,6 +67,7 @@ __all__ = [
     "StrategyInfo",
     "StrategyUnavailable",
     "UnknownStrategy",
+    "UnsupportedFloat16",
     "UnsupportedPrecision",
     "__version__",
     "get_strategy",

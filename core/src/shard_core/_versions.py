@@ -20,6 +20,13 @@ so in public.
 ``torch.distributed.distributed_c10d._get_default_store``: the store of a process group that somebody else made, over
 which ranks can name the absent. Checked on torch 2.13.0. It can go when a process group shows its store; a store of
 our own would need another open port, and would die with rank 0 while others still read from it.
+
+``Module._compiled_call_impl``, ``_orig_mod`` and ``_torchdynamo_orig_callable``: what ``Module.compile()``,
+``torch.compile(module)`` and ``torch.compile(module.forward)`` leave on a module. Checked on torch 2.13.0. They can go
+when torch tells what is compiled; importing its compiler only to ask takes seconds.
+
+``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
+there. Checked on torch 2.13.0. It can go when torch tells it in public.
 """
 
 from __future__ import annotations
@@ -47,6 +54,8 @@ __all__ = [
     "default_store",
     "forget_tensors",
     "identity",
+    "in_backward",
+    "is_compiled",
     "replaced_trunc_normal",
     "unset_fake_temporarily",
     "written_arguments",
@@ -72,6 +81,21 @@ def identity(generator: torch.Generator) -> int:
     """Tell generators apart, whichever Python objects stand for them."""
     number: int = generator._cdata  # type: ignore[attr-defined]
     return number
+
+
+def in_backward() -> bool:
+    """Tell whether autograd is running in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tell whether torch.compile has compiled a module or anything in it."""
+    return any(
+        name.rpartition(".")[2] == "_orig_mod"
+        or part._compiled_call_impl is not None
+        or hasattr(part.forward, "_torchdynamo_orig_callable")
+        for name, part in module.named_modules()
+    )
 
 
 @functools.cache

@@ -42,6 +42,10 @@ class UnsupportedPrecision(ShardError, ValueError):
     """The precision is unknown, or the strategy cannot honour it."""
 
 
+class UnsupportedFloat16(MissingCapability, UnsupportedPrecision):
+    """The precision computes in float16, and the strategy does not promise ``FP16``; may be caught as either."""
+
+
 class PrecisionMismatch(ShardError, TypeError):
     """After setup a tensor has another dtype than the precision's table says."""
 

@@ -8,23 +8,27 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shard_core import plugins
-from shard_core.errors import InvalidOption, UnsupportedPrecision
+from shard_core.capability import Capability
+from shard_core.errors import InvalidOption, MissingCapability, UnsupportedFloat16, UnsupportedPrecision
 from shard_core.options import check_names
-from shard_core.precision.policies import resolve_name
+from shard_core.precision.interface import Precision, PrecisionPolicy
+from shard_core.precision.policies import POLICIES, resolve_name
 from shard_core.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from shard_core.collectives.interface import Collectives
     from shard_core.launcher.interface import Launcher, ProcessInfo
     from shard_core.plugins.info import StrategyInfo
-    from shard_core.precision.interface import Precision, PrecisionPolicy
     from shard_core.strategy import Strategy
 
 _VARIABLE = "SHARD_STRATEGY"
+
+#: Options that only strategies with a certain capability have, under the same name everywhere.
+_OPTIONS_OF_CAPABILITIES = {"cpu_offload": Capability.CPU_OFFLOAD}
 
 
 def get_strategy(
@@ -73,7 +77,10 @@ def get_strategy(
         StrategyUnavailable: If it cannot run here.
         BrokenBackend: If its plugin or class cannot be imported.
         InvalidOption: If an argument does not exist or has a wrong type or value.
-        UnsupportedPrecision: If the precision is unknown or the strategy cannot honour it.
+        MissingCapability: If an option belongs to a capability the strategy does not promise.
+        UnsupportedPrecision: If the precision is unknown or the strategy cannot honour it. Where that is
+            because it does not promise ``FP16``, this is an ``UnsupportedFloat16``, which is a
+            ``MissingCapability`` as well.
 
     Example:
         >>> get_strategy("single", presicion="bf16-mixed")
@@ -87,6 +94,7 @@ precision, collectives, launcher, checkpoint_io, process_group_backend, timeout,
     info = finder.find(_name(name))
     finder.check_available(info.name)
     common = [field.name for field in dataclasses.fields(RunOptions)]
+    _check_capabilities(info, options)
     check_names(f"strategy {info.name!r}", options, [*(each.name for each in info.options), *common])
     run = RunOptions(
         accelerator=accelerator,
@@ -119,11 +127,23 @@ def _name(name: object) -> str:
     return chosen
 
 
+def _check_capabilities(info: StrategyInfo, options: Mapping[str, Any]) -> None:
+    for option, capability in _OPTIONS_OF_CAPABILITIES.items():
+        if option in options and capability not in info.capabilities:
+            others = [each.name for each in plugins.installed() if each.info and capability in each.info.capabilities]
+            raise MissingCapability(
+                f"strategy {info.name!r} does not promise {capability.name}: it is not one that {capability.value}; "
+                f"leave {option} out. Of the installed strategies {', '.join(others) or 'none'} can."
+            )
+
+
 def _precision(info: StrategyInfo, precision: Any) -> Any:
     """Resolve a precision's name; what is not a name is left to ``RunOptions`` and the strategy."""
     if not isinstance(precision, str | int):
+        _check_float16(info, precision.policy if isinstance(precision, Precision) else precision)
         return precision
     name = resolve_name(precision, others=plugins.precision_names())
+    _check_float16(info, POLICIES.get(name))
     if name in info.precisions:
         return name
     make = plugins.find_precision(name)
@@ -132,3 +152,14 @@ def _precision(info: StrategyInfo, precision: Any) -> Any:
             f"strategy {info.name!r} does not honour precision {name!r}; it honours: {', '.join(info.precisions)}."
         )
     return make()
+
+
+def _check_float16(info: StrategyInfo, policy: object) -> None:
+    if not isinstance(policy, PrecisionPolicy) or policy.compute != "float16":
+        return
+    if Capability.FP16 not in info.capabilities:
+        honoured = [name for name in info.precisions if name != policy.name]
+        raise UnsupportedFloat16(
+            f"strategy {info.name!r} does not honour precision {policy.name!r}; it honours: {', '.join(honoured)}. "
+            "Whatever computes in float16 needs FP16, which it does not promise."
+        )

@@ -6,14 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def _sweep(folder: Path, stride: int) -> dict[str, list[str]]:
+
+def _sweep(folder: Path, stride: int, seconds: float) -> dict[str, list[str]]:
     script = Path(__file__).with_name("killed_saves.py")
     done = subprocess.run(
         [sys.executable, str(script), str(folder), str(stride)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=seconds,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -31,6 +33,13 @@ def _assert_old_or_new(outcome: dict[str, list[str]]) -> None:
 
 
 def test_a_save_killed_at_some_operations_leaves_the_old_or_the_new_checkpoint(tmp_path):
-    outcome = _sweep(tmp_path, stride=9)
+    outcome = _sweep(tmp_path, stride=9, seconds=300)
     assert sum(map(len, outcome.values())) > 15
+    _assert_old_or_new(outcome)
+
+
+@pytest.mark.long
+def test_a_save_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    outcome = _sweep(tmp_path, stride=1, seconds=1800)
+    assert sum(map(len, outcome.values())) > 150
     _assert_old_or_new(outcome)

@@ -102,8 +102,9 @@ def test_the_impossible_gets_a_sentence(name: str, ask: Any, message: str) -> No
         ask(strategy)
 
 
-def test_the_mean_of_integers_is_refused() -> None:
-    with get_strategy("ddp") as strategy, pytest.raises(CollectiveError, match="the mean of int64 values is not whole"):
+@pytest.mark.parametrize("name", ["single", "ddp"])
+def test_the_mean_of_integers_is_refused(name: str) -> None:
+    with get_strategy(name) as strategy, pytest.raises(CollectiveError, match="the mean of int64 values is not whole"):
         strategy.all_reduce(torch.ones(2, dtype=torch.int64))
 
 

@@ -188,3 +188,13 @@ def missing_modules(modules: Iterable[str], matches: Mapping[str, ModuleMatch], 
         for module in modules
         if module not in matches
     ]
+
+
+def missing_values(names: Iterable[str], manifest: Manifest) -> list[str]:
+    """Say which of the values that are asked for the checkpoint does not hold."""
+    held = ", ".join(map(repr, sorted(manifest.values))) or "none"
+    return [
+        f"the value {name!r} is not in the checkpoint{nearest(name, manifest.values)}; it holds: {held}"
+        for name in sorted(names)
+        if name not in manifest.values
+    ]

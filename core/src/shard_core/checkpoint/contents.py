@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-
-from shard_core.errors import CheckpointMismatch
-
-if TYPE_CHECKING:
-    import os
 
 
 @runtime_checkable
@@ -55,41 +50,25 @@ class Contents:
         """Return what is kept besides modules and optimizers: states and plain values."""
         return {**{key: value.state_dict() for key, value in self._stateful.items()}, **self._plain}
 
-    def restore(
-        self,
-        values: Mapping[str, Any],
-        *,
-        into: dict[str, Any] | None,
-        strict: bool,
-        path: str | os.PathLike[str],
-        optional: frozenset[str] = frozenset(),
-    ) -> dict[str, Any]:
+    @property
+    def names_of_values(self) -> frozenset[str]:
+        """The user's keys of what is kept besides modules and optimizers."""
+        return frozenset((*self._stateful, *self._plain))
+
+    def restore(self, values: Mapping[str, Any], into: dict[str, Any] | None) -> dict[str, Any]:
         """Give stateful objects their state back and replace plain values in the user's dict.
 
         Args:
-            values: What the checkpoint holds.
+            values: What the checkpoint holds; what it lacks stays as it is.
             into: The user's dict.
-            strict: Whether a key the checkpoint lacks is an error.
-            path: The checkpoint, for the message.
-            optional: Keys the checkpoint may lack.
 
         Returns:
             The values nobody asked for.
-
-        Raises:
-            CheckpointMismatch: If strict and a key is lacking.
         """
-        asked = {*self._stateful, *self._plain}
-        lacking = sorted(asked - values.keys() - optional)
-        if lacking and strict:
-            raise CheckpointMismatch(
-                f"the checkpoint {path} has no {', '.join(map(repr, lacking))}; it has: "
-                f"{', '.join(map(repr, sorted(values))) or 'no values'}. Pass strict=False to go on without."
-            )
         for key, value in self._stateful.items():
             if key in values:
                 value.load_state_dict(values[key])
         for key in self._plain:
             if key in values and into is not None:
                 into[key] = values[key]
-        return {key: value for key, value in values.items() if key not in asked}
+        return {key: value for key, value in values.items() if key not in self.names_of_values}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from shard_core.checkpoint.state import TrainingState
     from shard_core.coordinator import Coordinator
@@ -119,6 +119,7 @@ class CheckpointIO(abc.ABC):
         *,
         coordinator: Coordinator,
         strict: bool = True,
+        values: Collection[str] = (),
     ) -> LoadedCheckpoint:
         """Fill modules and optimizers in place, at any number of ranks, from any number of ranks.
 
@@ -127,6 +128,7 @@ class CheckpointIO(abc.ABC):
             state: Modules and optimizers; None for the values alone.
             coordinator: How ranks talk.
             strict: Whether a difference is an error rather than something to leave as it is.
+            values: The user's names of the values that are asked for; one that is lacking is a difference.
 
         Raises:
             CheckpointNotFound: If there is no committed checkpoint at the path.

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core.checkpoint.comparison import TensorComparison, compare_optimizers, listing, missing_modules
+from shard_core.checkpoint.comparison import (
+    TensorComparison,
+    compare_optimizers,
+    listing,
+    missing_modules,
+    missing_values,
+)
 from shard_core.checkpoint.folder import read_index
 from shard_core.checkpoint.interface import LoadedCheckpoint
 from shard_core.checkpoint.manifest import Manifest
@@ -31,12 +38,14 @@ class Restoration:
         folder: The checkpoint.
         state: What to fill; None for the values alone.
         strict: Whether differences are an error.
+        values: Names of the values that must be there.
     """
 
-    def __init__(self, folder: Path, state: TrainingState | None, *, strict: bool) -> None:
+    def __init__(self, folder: Path, state: TrainingState | None, *, strict: bool, values: Collection[str]) -> None:
         self._folder = folder
         self._state = state
         self._strict = strict
+        self._asked_values = values
         self._planned: list[tuple[TensorShard, list[Read]]] = []
         self._records: list[OptimizerRecord] = []
         self._differences: list[str] = []
@@ -59,6 +68,7 @@ class Restoration:
             self._remainder = [*self._manifest.modules, *self._manifest.optimizers]
         else:
             self._compare(self._state)
+        self._differences += missing_values(self._asked_values, self._manifest)
         if self._differences and self._strict:
             raise CheckpointMismatch(
                 f"{str(self._folder)!r} and what it should be loaded into differ in {len(self._differences)} ways; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import together
@@ -61,6 +61,7 @@ class ShardedCheckpointIO(CheckpointIO):
         *,
         coordinator: Coordinator,
         strict: bool = True,
+        values: Collection[str] = (),
     ) -> LoadedCheckpoint:
         """Fill a state in place; see ``CheckpointIO.load``."""
         doing = f"loading {os.fspath(path)!r}"
@@ -71,7 +72,7 @@ class ShardedCheckpointIO(CheckpointIO):
 
         answers = together(coordinator, doing, look)
         _check_same_path([given for given, _ in answers])
-        restoration = Restoration(local_path(path), state, strict=strict)
+        restoration = Restoration(local_path(path), state, strict=strict, values=values)
         together(coordinator, doing, lambda: restoration.prepare(answers[0][1]))
         together(coordinator, doing, restoration.fill)
         return restoration.loaded()

@@ -41,6 +41,23 @@ def reduce_op_named(name: str) -> ReduceOp:
     )
 
 
+def check_mean(op: ReduceOp, tensor: torch.Tensor) -> None:
+    """Refuse the mean of a dtype that cannot hold it.
+
+    Args:
+        op: The reduction asked for.
+        tensor: What is to be reduced.
+
+    Raises:
+        CollectiveError: If it is the mean of whole numbers or truth values.
+    """
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise CollectiveError(
+            f"the mean of {str(tensor.dtype).removeprefix('torch.')} values is not whole; "
+            "convert the tensor to a floating-point dtype, or ask for reduce_op='sum'."
+        )
+
+
 class Collectives(abc.ABC):
     """Carries tensors and small objects between ranks; keeps the ``Coordinator`` protocol.
 

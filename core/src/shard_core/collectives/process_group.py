@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shard_core._versions import default_store
-from shard_core.collectives.interface import Collectives, reduce_op_named
+from shard_core.collectives.interface import Collectives, check_mean, reduce_op_named
 from shard_core.collectives.roll_call import RollCall, shared_store
 from shard_core.collectives.shutdown import close_process_group, settle_at_exit
 from shard_core.errors import CollectiveError, nearest
@@ -93,11 +93,7 @@ class ProcessGroupCollectives(Collectives):
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
         """Reduce over ranks into a new tensor; gloo and NCCL alike, the mean is a sum divided."""
         op = reduce_op_named(reduce_op)
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise CollectiveError(
-                f"the mean of {str(tensor.dtype).removeprefix('torch.')} values is not whole; "
-                "convert the tensor to a floating-point dtype, or ask for reduce_op='sum'."
-            )
+        check_mean(op, tensor)
         result = tensor.detach().to(self._reachable(tensor), copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(result, op=_OPS.get(op, dist.ReduceOp.SUM), group=group)
         return (result.div_(dist.get_world_size(group)) if op == "mean" else result).to(tensor.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shard_core.collectives.interface import Collectives, reduce_op_named
+from shard_core.collectives.interface import Collectives, check_mean, reduce_op_named
 from shard_core.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class SingleCollectives(Collectives):
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
         """Copy the tensor."""
         del group
-        reduce_op_named(reduce_op)
+        check_mean(reduce_op_named(reduce_op), tensor)
         return tensor.detach().clone()
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:

@@ -104,13 +104,7 @@ command with shard-core.
             UnknownStrategy: If none does.
             AmbiguousStrategy: If two do.
         """
-        offers = self._discover(STRATEGIES)
-        claims = [offer for offer in offers if offer.name == name]
-        if not claims:
-            raise UnknownStrategy(_unknown(name, sorted({offer.name for offer in offers})))
-        if len(claims) > 1:
-            raise AmbiguousStrategy(_ambiguous("strategy", claims))
-        return claims[0]
+        return _claimed_once(name, self._discover(STRATEGIES))
 
     def check_available(self, name: str) -> None:
         """Ask the backend whether its strategy can run here.
@@ -119,15 +113,7 @@ command with shard-core.
             StrategyUnavailable: If not, with the backend's own sentence.
             ShardError: Whatever ``find`` raises.
         """
-        offer = self.offer(name)
-        reason = self._ask(offer, "shard_unavailable")
-        if reason is not None and not isinstance(reason, str):
-            raise BrokenBackend(
-                f"{offer.owner} answers shard_unavailable({name!r}) with {_kind(reason)}; "
-                f"the hook returns one sentence or None."
-            )
-        if reason:
-            raise StrategyUnavailable(f"strategy {name!r} of {offer.owner} cannot run here: {reason}")
+        self._check_available(self.offer(name))
 
     def installed(self) -> tuple[Installed, ...]:
         """List every offered strategy, with the problem of each that cannot be used.
@@ -135,7 +121,8 @@ command with shard-core.
         Returns:
             One entry per name and distribution, sorted by name; a broken backend spoils no other's entry.
         """
-        return tuple(self._inspect(offer) for offer in self._discover(STRATEGIES))
+        offers = self._discover(STRATEGIES)
+        return tuple(self._inspect(offer, offers) for offer in offers)
 
     def find_precision(self, name: str) -> Callable[[], Any] | None:
         """Import the precision that a third party offers under a name.
@@ -164,11 +151,11 @@ command with shard-core.
         """List the precisions that third parties offer, without importing them."""
         return tuple(sorted({offer.name for offer in self._discover(PRECISIONS)}))
 
-    def _inspect(self, offer: Offer) -> Installed:
+    def _inspect(self, offer: Offer, offers: Sequence[Offer]) -> Installed:
         info = problem = None
         try:
             info = self._describe(offer)
-            self.check_available(offer.name)
+            self._check_available(_claimed_once(offer.name, offers))
         except ShardError as error:
             problem = str(error)
         return Installed(
@@ -178,6 +165,16 @@ command with shard-core.
             info=info,
             problem=problem,
         )
+
+    def _check_available(self, offer: Offer) -> None:
+        reason = self._ask(offer, "shard_unavailable")
+        if reason is not None and not isinstance(reason, str):
+            raise BrokenBackend(
+                f"{offer.owner} answers shard_unavailable({offer.name!r}) with {_kind(reason)}; "
+                f"the hook returns one sentence or None."
+            )
+        if reason:
+            raise StrategyUnavailable(f"strategy {offer.name!r} of {offer.owner} cannot run here: {reason}")
 
     def _describe(self, offer: Offer) -> StrategyInfo:
         info = self._ask(offer, "shard_strategy")
@@ -231,6 +228,15 @@ command with shard-core.
                 ) from error
             self._managers[module] = manager
         return self._managers[module]
+
+
+def _claimed_once(name: str, offers: Sequence[Offer]) -> Offer:
+    claims = [offer for offer in offers if offer.name == name]
+    if not claims:
+        raise UnknownStrategy(_unknown(name, sorted({offer.name for offer in offers})))
+    if len(claims) > 1:
+        raise AmbiguousStrategy(_ambiguous("strategy", claims))
+    return claims[0]
 
 
 def _unknown(name: str, installed: list[str]) -> str:

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
-from shard_core.errors import InvalidOption, MissingCapability
+from shard_core.errors import InvalidOption, MissingCapability, SetupError
+from shard_core.parameters import plain_name
 from shard_core.replicas import send_values
 from shard_core.strategies.config import DDPConfig
 from shard_core.strategies.plugin import DDP
@@ -41,6 +42,7 @@ class DDPStrategy(TorchEngine, Strategy):
     config_type = DDPConfig
     config: DDPConfig
     _ran: weakref.WeakSet[torch.nn.Module]
+    _trained: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[str, torch.nn.Parameter]]]
 
     def engine_collectives(self, name: str | None) -> Collectives:
         """Talk through a process group."""
@@ -54,6 +56,7 @@ class DDPStrategy(TorchEngine, Strategy):
         """Need no mesh: every rank sees its own data."""
         # Made on the rank it serves: weak references cannot travel there with the strategy.
         self._ran = weakref.WeakSet()
+        self._trained = weakref.WeakKeyDictionary()
         return None
 
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
@@ -77,6 +80,7 @@ class DDPStrategy(TorchEngine, Strategy):
             **_arguments(self.config),
         )
         wrapped.register_forward_hook(self._note_forward)
+        self._trained[wrapped] = [(plain_name(name), p) for name, p in module.named_parameters() if p.requires_grad]
         return wrapped
 
     def _note_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -92,6 +96,20 @@ class DDPStrategy(TorchEngine, Strategy):
             )
         self._ran.discard(module)
         super().engine_backward(loss, module, **kwargs)
+        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
+            self._refuse_unreached(module)
+
+    def _refuse_unreached(self, module: DistributedDataParallel) -> None:
+        """Stop before a step with gradients that stayed on their rank: a message waits for all of its parameters."""
+        if self.config.find_unused_parameters or self.config.static_graph:
+            return
+        unreached = [name for name, parameter in self._trained[module] if parameter.grad is None]
+        if unreached:
+            raise SetupError(
+                "strategy 'ddp' can only average gradients of a loss that reaches every trained parameter; this one "
+                f"did not reach {len(unreached)} of them, first {unreached[0]!r}; freeze those with "
+                "requires_grad_(False) before setup, or pass find_unused_parameters=True if other steps use them."
+            )
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let gradients add up locally."""

@@ -8,12 +8,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from shard_core._versions import is_compiled
 from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
-from shard_core.errors import InvalidOption, SetupError
+from shard_core.elementwise import why_not_elementwise
+from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.parameters import ParameterNames, check_no_gradients
 from shard_core.randomness import part_ways, shared_generator
 from shard_core.strategy.accumulation import Accumulation
+from shard_core.strategy.entry import ForwardOnly
 from shard_core.strategy.forward import ForwardPrecision
 from shard_core.strategy.registry import SetUpModule
 from shard_core.strategy.starting import Starting
@@ -30,7 +33,12 @@ class Building(Starting):
 
         Args:
             empty_init: True promises that a checkpoint will fill every value, so none need be computed.
+
+        Raises:
+            MissingCapability: If values shall be left out and the strategy computes them all the same.
         """
+        if empty_init:
+            self._require(Capability.META_INIT, "leave empty_init out, every value is computed then")
         self.setup_environment()
         self.collectives.barrier("module_init_context")
         with shared_generator(self.collectives), self.engine_init_context(bool(empty_init)):
@@ -54,6 +62,7 @@ class Building(Starting):
 
         Raises:
             SetupError: If the module was set up before, or an optimizer holds foreign parameters.
+            MissingCapability: If the strategy does not promise to take what it was given.
             PrecisionMismatch: If a tensor has another dtype afterwards than the precision says.
         """
         if isinstance(optimizers, torch.optim.Optimizer):
@@ -62,6 +71,8 @@ class Building(Starting):
             )
         if len(optimizers) > 1:
             self._require(Capability.MULTIPLE_OPTIMIZERS)
+        if not optimizers:
+            self._require(Capability.INFERENCE)
         return self._set_up(module, list(optimizers)), list(optimizers)
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -89,6 +100,9 @@ class Building(Starting):
             SetupError: If no module with its parameters was set up.
         """
         known = self._registry.holder(optimizer)
+        if known.optimizers:
+            self._require(Capability.MULTIPLE_OPTIMIZERS)
+        self._require_elementwise(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
         known.optimizers[optimizer] = Accumulation()
         return optimizer
@@ -139,12 +153,17 @@ class Building(Starting):
         return self._registry.of(module).module
 
     def _set_up(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.nn.Module:
-        if len(self._registry) and Capability.SEVERAL_MODULES not in self.info.capabilities:
+        if len(self._registry):
             self._require(Capability.SEVERAL_MODULES)
+        if is_compiled(module):
+            self._require(Capability.COMPILE, "pass the module as it was before torch.compile")
         if self._registry.find(module) is not None:
             raise SetupError(f"this {type(module).__name__} was set up already; use what setup returned.")
         self.setup_environment()
-        self.collectives.barrier(f"setup of {type(module).__name__}")
+        for optimizer in optimizers:
+            self._require_elementwise(optimizer)
+        kind = type(module).__name__  # engines may exchange the class
+        self.collectives.barrier(f"setup of {kind}")
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
@@ -152,13 +171,27 @@ class Building(Starting):
         self.precision.check_module(module)
         if len(self._registry) == 0:
             part_ways(self.distributed_sampler_kwargs["rank"])
+        any_entry = Capability.ENTRY_METHODS in self.info.capabilities
         self._registry.add(
             SetUpModule(
                 module=module,
                 callable=called,
                 names=names,
                 forward=ForwardPrecision(called, self.precision, self.root_device.type),
+                entry=None if any_entry else ForwardOnly(self.info.name, kind, module, called),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
             )
         )
         return called
+
+    def _require_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
+        if Capability.ANY_OPTIMIZER in self.info.capabilities:
+            return
+        reason = why_not_elementwise(optimizer, self.root_device)
+        if reason is not None:
+            kind = type(optimizer).__name__
+            raise MissingCapability(
+                f"strategy {self.info.name!r} does not promise ANY_OPTIMIZER: it steps only optimizers that work "
+                f"element by element, such as AdamW, and {kind} is not known to, because {reason}; take another "
+                "optimizer, or a strategy that promises it."
+            )

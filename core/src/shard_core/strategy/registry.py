@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from shard_core.parameters import ParameterNames
     from shard_core.strategy.accumulation import Accumulation
+    from shard_core.strategy.entry import ForwardOnly
     from shard_core.strategy.forward import ForwardPrecision
 
 
@@ -25,6 +26,7 @@ class SetUpModule:
         callable: What the user calls: the same, or the engine's wrapper.
         names: The names its parameters had before setup.
         forward: Its forward's precision.
+        entry: What holds users to its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
         deferring: Whether its backwards keep gradients on this rank just now.
         gradients_hidden: Whether the last backward did: an engine may show no ``.grad`` until the next sync.
@@ -34,6 +36,7 @@ class SetUpModule:
     callable: nn.Module
     names: ParameterNames
     forward: ForwardPrecision
+    entry: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
     deferring: bool = False
     gradients_hidden: bool = False
@@ -105,4 +108,6 @@ class Registry:
         """Forget all modules and give them their plain forwards back."""
         for known in self._modules:
             known.forward.remove()
+            if known.entry is not None:
+                known.entry.remove()
         self._modules.clear()

@@ -93,12 +93,12 @@ class Remembering(Talking):
         contents = self._contents(state or {})
         tensors = contents.modules or contents.optimizers
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
-        loaded = self.checkpoint_io.load(path, asked, coordinator=self.collectives, strict=strict)
+        # Checked with all else: a value found lacking after the tensors were filled would come too late.
+        values = contents.names_of_values - {PRECISION_KEY}
+        loaded = self.checkpoint_io.load(path, asked, coordinator=self.collectives, strict=strict, values=values)
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
-        left = contents.restore(
-            loaded.values, into=state, strict=strict, path=path, optional=frozenset({PRECISION_KEY})
-        )
+        left = contents.restore(loaded.values, into=state)
         return {**dict.fromkeys(loaded.remainder), **left}
 
     def module_state_dict(self, module: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:

@@ -154,11 +154,12 @@ class Starting(Engine):
         assert self._placement is not None
         return self._placement
 
-    def _require(self, capability: Capability) -> None:
+    def _require(self, capability: Capability, cure: str = "") -> None:
         if capability not in self.info.capabilities:
+            name = self.info.name
             raise MissingCapability(
-                f"strategy {self.info.name!r} does not promise {capability.name}: it is not one that "
-                f"{capability.value}; `shard show {self.info.name}` lists what it promises."
+                f"strategy {name!r} does not promise {capability.name}: it is not one that {capability.value}; "
+                f"{cure or f'`shard show {name}` lists what it promises'}."
             )
 
 

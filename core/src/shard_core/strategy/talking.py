@@ -8,6 +8,7 @@ import torch
 
 from shard_core.capability import Capability
 from shard_core.errors import CollectiveError, nearest
+from shard_core.mesh import DATA_AXIS
 from shard_core.strategy.stepping import Stepping
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class Talking(Stepping):
 
         Args:
             tensor: Any shape, the same on every rank; a number becomes a 0-d tensor.
-            group: An axis of the device mesh, e.g. ``"data_parallel"``, or a process group; None for all ranks.
+            group: An axis of the device mesh, or a process group; None for all ranks. Every strategy has
+                ``"data_parallel"``, the ranks that see different data.
             reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"product"``.
 
         Returns:
@@ -100,10 +102,12 @@ class Talking(Stepping):
         if not isinstance(group, str):
             return group
         axes = (mesh.mesh_dim_names if mesh is not None else None) or ()
-        if mesh is None or group not in axes:
-            hint = nearest(group, axes) or "."
-            there = ", ".join(axes) or "none"
-            raise CollectiveError(
-                f"strategy {self.info.name!r} has no mesh axis {group!r}{hint} Its axes are: {there}."
-            )
-        return mesh.get_group(group)
+        if mesh is not None and group in axes:
+            return mesh.get_group(group)
+        if group == DATA_AXIS:
+            return None  # without that axis every rank sees data of its own
+        there = tuple(dict.fromkeys((DATA_AXIS, *axes)))
+        hint = nearest(group, there) or "."
+        raise CollectiveError(
+            f"strategy {self.info.name!r} has no mesh axis {group!r}{hint} Its axes are: {', '.join(there)}."
+        )

@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from shard_core.testing.rules import check_author
+from shard_core.testing.suites.checkpoint.elsewhere import Elsewhere
 from shard_core.testing.suites.checkpoint.mismatch import Mismatch
 from shard_core.testing.suites.checkpoint.resume import Resume
 from shard_core.testing.suites.checkpoint.round_trip import RoundTrip
 from shard_core.testing.suites.checkpoint.safety import Safety
-from shard_core.testing.suites.collectives import Talking
+from shard_core.testing.suites.collectives.meetings import Meetings
+from shard_core.testing.suites.collectives.tensors import Tensors
 from shard_core.testing.suites.launcher import Launching
-from shard_core.testing.suites.plugin import Plugin
+from shard_core.testing.suites.plugin.construction import Construction
+from shard_core.testing.suites.plugin.metadata import Metadata
 from shard_core.testing.suites.training.abilities import Abilities
 from shard_core.testing.suites.training.accumulation import Accumulation
 from shard_core.testing.suites.training.clipping import Clipping
 from shard_core.testing.suites.training.data import Data
+from shard_core.testing.suites.training.float16 import Float16
+from shard_core.testing.suites.training.optimizers import Optimizers
 from shard_core.testing.suites.training.parity import Parity
 from shard_core.testing.suites.training.precision import Precisions
 from shard_core.testing.suites.training.randomness import Randomness
@@ -28,19 +33,24 @@ class Conformance(
     Launching,
     Safety,
     Mismatch,
+    Elsewhere,
     Resume,
     RoundTrip,
-    Talking,
+    Meetings,
+    Tensors,
     Data,
-    Randomness,
     Abilities,
+    Optimizers,
+    Float16,
     Precisions,
     Clipping,
     Accumulation,
-    Setup,
     Structure,
     Parity,
-    Plugin,
+    Setup,
+    Randomness,
+    Construction,
+    Metadata,
 ):
     """Holds a strategy to every promise of the contract.
 

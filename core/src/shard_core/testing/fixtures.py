@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from shard_core.testing.conformance import Conformance
+    from shard_core.testing.rules import Promise
     from shard_core.testing.world import World
 
 _BROKEN = pytest.StashKey[dict[type, set[str]]]()
+_UNJUDGED = pytest.StashKey[bool]()
 _SILENCERS = ("skip", "skipif", "xfail", "usefixtures")
 
 
@@ -74,6 +76,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     below = [name for name in promise.after if name in broken]
     if below:
         broken.add(promise.name)
+        item.stash[_UNJUDGED] = True
         pytest.skip(f"not judged: it stands on {below[0]!r}, which is broken")
 
 
@@ -82,10 +85,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Remember broken promises, and tell what was promised beside what went wrong."""
     report = yield
     promise = promise_of(getattr(item, "obj", None))
+    if promise is not None and report.skipped and _is_silenced(item, promise):
+        report.outcome = "failed"
+        report.longrepr = f"{report.longreprtext}\nThis is no verdict; a promise can only be excused in known_failures."
     if promise is not None and report.failed:
         item.session.stash[_BROKEN].setdefault(_author(item), set()).add(promise.name)
         report.sections.append(("Promise", f"{promise.sentence}\nUsual cause: {promise.cause}"))
     return report
+
+
+def _is_silenced(item: pytest.Item, promise: Promise) -> bool:
+    """Tell whether somebody else's fixture or hook has skipped a promise."""
+    return not item.stash.get(_UNJUDGED, False) and promise.name not in _author(item).known_failures
 
 
 def _check_untouched(items: list[pytest.Item]) -> None:

@@ -18,6 +18,15 @@ TestFunction = TypeVar("TestFunction", bound=Callable[..., None])
 #: What the author of a test file may say about a strategy; ``strategy`` must be said.
 SETTINGS = ("strategy", "options", "world_sizes", "device", "known_failures")
 
+#: What Python itself writes into a class; anything else between underscores would change how the kit runs.
+_PYTHONS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("annotate_func", "annotations", "annotations_cache", "classdictcell", "dict", "doc", "firstlineno"),
+        *("module", "orig_bases", "parameters", "qualname", "static_attributes", "weakref"),
+    )
+)
+
 _CAUSE = "Usual cause:"
 _SUITES = "shard_core.testing.suites."
 
@@ -121,10 +130,11 @@ def check_author(cls: type, kit: type) -> None:
         kit: The class it inherits its tests from.
 
     Raises:
-        RuleBroken: If it replaces or removes anything, or excuses a promise without a reason.
+        RuleBroken: If it, or a class it inherits beside the kit, replaces or removes anything, or if it excuses a
+            promise without a reason.
     """
-    said = [name for name in vars(cls) if not (name.startswith("__") and name.endswith("__"))]
-    for name in said:
+    theirs = [each for each in cls.__mro__ if each not in kit.__mro__]
+    for name in dict.fromkeys(name for each in theirs for name in vars(each) if name not in _PYTHONS):
         if name not in SETTINGS:
             raise RuleBroken(
                 f"{cls.__name__} sets {name!r}{nearest(name, SETTINGS)}; a conformance class may set "
@@ -133,6 +143,9 @@ def check_author(cls: type, kit: type) -> None:
             )
     if not isinstance(getattr(cls, "strategy", None), str):
         raise RuleBroken(f"{cls.__name__} names no strategy; set strategy = 'NAME' as `shard list` shows it.")
+    sizes = getattr(cls, "world_sizes", ())
+    if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise RuleBroken(f"{cls.__name__}.world_sizes is {sizes!r}; give numbers of ranks from 1 up, such as (1, 2).")
     _check_known_failures(cls, promises_of(kit))
 
 

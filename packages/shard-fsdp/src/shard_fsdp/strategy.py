@@ -23,6 +23,7 @@ from shard_core.replicas import AveragedScalars, send_values
 from shard_core.strategy.torch_engine import TorchEngine
 from shard_core.units import Unit, find_units, num_bytes
 from shard_fsdp.config import FSDPConfig
+from shard_fsdp.inference import NoInferenceMode
 from shard_fsdp.plugin import FSDP
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class FSDPStrategy(TorchEngine, Strategy):
         if self._leaves_parameters:
             self._refuse_unset(module)
         self._scalars[module] = AveragedScalars(module)
+        NoInferenceMode(module)
         return module
 
     def _refuse_unset(self, module: torch.nn.Module) -> None:

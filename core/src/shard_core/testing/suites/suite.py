@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -47,7 +49,7 @@ class Suite:
     @property
     def info(self) -> StrategyInfo:
         """What the strategy says of itself."""
-        return plugins.find(self.strategy)
+        return _found(self.strategy, tuple(sys.path))
 
     @property
     def subject(self) -> Subject:
@@ -77,3 +79,10 @@ class Suite:
             return Ranks(worlds(size), other)
 
         return place
+
+
+@functools.cache
+def _found(name: str, path: tuple[str, ...]) -> StrategyInfo:
+    """Look a strategy up once: each case of each promise asks, and looking reads the metadata of all packages."""
+    del path  # what decides which packages there are
+    return plugins.find(name)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
+from shard_core.testing.suites.training.runs import BATCH, Run, assert_like, plainly, train_on
 from shard_core.testing.training import set_up, step, whole_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shard_core.testing.subject import Ranks, Subject
 
-_BATCH = 12
+_STEPS = 5
 
 
 class Parity(Suite):
-    """Losses, gradient norms and weights of plain PyTorch in one process."""
+    """Losses and weights of plain PyTorch in one process."""
 
-    @promise()
+    @promise(after=("optimizer_made_before_or_after_setup", "param_groups_keep_their_settings"))
     def test_averages_gradients(self, ranks: Ranks) -> None:
         """A step's gradient is the mean over all data-parallel ranks.
 
@@ -32,20 +39,164 @@ class Parity(Suite):
         for weights in ranks.run(one_step_of_sgd):
             oracle.assert_same_weights(weights, truth, 1e-6, elementwise=True)
 
+    @pytest.mark.parametrize(
+        ("model", "optimizer"),
+        [
+            ("transformer", "adamw"),
+            ("transformer", "sgd"),
+            ("uneven", "sgd"),
+            ("uneven", "adagrad"),
+            ("scalar", "sgd"),  # adaptive optimizers would hide a wrong factor
+        ],
+    )
+    @promise(after=("averages_gradients", "optimizer_state_moves_along"))
+    def test_trains_like_plain_pytorch(self, ranks: Ranks, model: str, optimizer: str) -> None:
+        """Losses and weights over several steps are those of one process: whatever the shapes and the optimizer.
+
+        Usual cause:
+            A parameter that does not divide by the ranks, or has no dimension, is left out of the average or
+            of the shards; or optimizer state that exists before the first step is laid out for whole parameters.
+        """
+        assert_like(ranks.run(train_model, model, optimizer), _trained(model, optimizer))
+
+    @pytest.mark.parametrize("model", ["transformer", "scaled"])
+    @promise(after=("averages_gradients",))
+    def test_several_forwards_per_backward(self, ranks: Ranks, model: str) -> None:
+        """One backward may follow several forwards of the module, as in contrastive training.
+
+        Usual cause:
+            Each forward resets what backward waits for, or changes buffers in place that an earlier forward's
+            backward still reads.
+        """
+        assert_like(ranks.run(train_on_halves, model), _trained(model, "sgd"))
+
+    @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+    @promise(after=("averages_gradients",))
+    def test_evaluation_in_between(self, ranks: Ranks, mode: str) -> None:
+        """Forwards without gradients, before and between training steps, are right and leave training as it is.
+
+        Usual cause:
+            A forward without a backward leaves parameters gathered or hooks waiting; or ``eval()`` on what setup
+            returned does not reach the user's module.
+        """
+        truth = _trained("watching", "sgd")
+        answers = ranks.run(evaluate_between_steps, mode)
+        assert_like([run for run, _ in answers], truth)
+        means = [sum(losses) / len(losses) for losses in zip(*(losses for _, losses in answers), strict=True)]
+        tripled = [3 * loss for loss in truth.losses]
+        oracle.assert_same_numbers("the ranks' mean loss in evaluation", means, tripled, 1e-6)
+
+
+class _Scaled(nn.Module):
+    """A constant buffer stands between two layers: backward reads it."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 3)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.second(torch.tanh(self.first(inputs)) * self.scale), targets)
+
+
+class _Watching(nn.Module):
+    """In evaluation the loss is three times as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.make("plain")
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(inputs, targets)
+        return loss if self.training else loss * 3
+
+
+def _transformer() -> nn.Module:
+    """Build the GPT of the zoo with an output layer of its own: ties are another promise."""
+    model = models.make("gpt")
+    head = model.head
+    assert isinstance(head, nn.Linear)
+    model.head = nn.Linear(head.in_features, head.out_features, bias=False)
+    return model
+
+
+_OWN: dict[str, Callable[[], nn.Module]] = {"transformer": _transformer, "scaled": _Scaled, "watching": _Watching}
+
+
+def _make(name: str) -> nn.Module:
+    return _OWN[name]() if name in _OWN else models.make(name)
+
+
+def _batches(model: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return models.batches("gpt" if model == "transformer" else "plain", _STEPS, BATCH)
+
+
+@functools.cache
+def _trained(model: str, optimizer: str) -> oracle.Trajectory:
+    return oracle.train(lambda: _make(model), lambda module: models.make_optimizer(optimizer, module), _batches(model))
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.5)
+
 
 @functools.cache
 def _one_step_of_sgd() -> dict[str, torch.Tensor]:
-    return oracle.train(
-        lambda: models.make("plain"),
-        lambda module: torch.optim.SGD(module.parameters(), lr=0.5),
-        models.batches("plain", 1, _BATCH),
-    ).weights
+    return plainly("plain", _sgd, 1).weights
 
 
 def one_step_of_sgd(subject: Subject) -> dict[str, torch.Tensor]:
     """Take one step on this rank's share and return the whole weights."""
     with subject.strategy() as strategy:
-        model, optimizer = set_up(strategy, "plain", lambda module: torch.optim.SGD(module.parameters(), lr=0.5))
-        (batch,) = models.batches("plain", 1, _BATCH)
+        model, optimizer = set_up(strategy, "plain", _sgd)
+        (batch,) = models.batches("plain", 1, BATCH)
         step(strategy, model, optimizer, batch)
         return whole_weights(strategy, model)
+
+
+def train_model(subject: Subject, model: str, optimizer: str) -> Run:
+    """Take a few steps on this rank's shares."""
+    with subject.strategy() as strategy:
+        ready, stepped = set_up(strategy, functools.partial(_make, model), optimizer)
+        return train_on(strategy, ready, stepped, _batches(model))
+
+
+def train_on_halves(subject: Subject, name: str) -> Run:
+    """Take steps whose loss is the mean of two forwards, each on half of this rank's share."""
+    losses = []
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, functools.partial(_make, name), "sgd")
+        for batch in _batches(name):
+            inputs, targets = models.share_of(strategy, batch)
+            half = len(inputs) // 2
+            loss = (model(inputs[:half], targets[:half]) + model(inputs[half:], targets[half:])) / 2
+            strategy.backward(loss, model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return Run(losses=losses, weights=whole_weights(strategy, model))
+
+
+def evaluate_between_steps(subject: Subject, mode: str) -> tuple[Run, list[float]]:
+    """Evaluate before each step on the batch it will train on, and again between its forward and its backward."""
+    without_gradients: Callable[[], contextlib.AbstractContextManager[Any]] = getattr(torch, mode)
+    losses, evaluated = [], []
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, _Watching, "sgd")
+        for batch in _batches("watching"):
+            share = models.share_of(strategy, batch)
+            model.eval()
+            with without_gradients():
+                evaluated.append(model(*share).item())
+            model.train()
+            loss = model(*share)
+            with without_gradients():
+                model(*share)
+            strategy.backward(loss, model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return Run(losses=losses, weights=whole_weights(strategy, model)), evaluated

@@ -2,8 +2,180 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shard_core.errors import SetupError, ShardError
+from shard_core.testing import models, oracle
+from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
+from shard_core.testing.suites.training.runs import BATCH, Run, assert_like, plainly, train, train_on
+from shard_core.testing.training import set_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shard_core.testing.subject import Ranks, Subject
+
+_STEPS = 4
+_TIED = ("embedding.weight", "head.weight")
 
 
 class Structure(Suite):
-    """Tied, frozen and unused parameters and buffers stay what they are."""
+    """What a module is made of survives setup and training."""
+
+    @promise(after=("averages_gradients", "trains_like_plain_pytorch"))
+    def test_ties_stay_tied(self, ranks: Ranks) -> None:
+        """A parameter that two layers share stays one, with the gradients of both, or setup refuses it by name.
+
+        Usual cause:
+            Layers are sharded, copied or given memory one by one, so each gets a parameter of its own and half
+            of the gradient; nothing fails, the embedding just learns worse.
+        """
+        answers = ranks.run(train_tied)
+        refusals = [answer for answer in answers if isinstance(answer, str)]
+        runs = [answer for answer in answers if isinstance(answer, Run)]
+        for message in refusals:
+            assert any(name in message for name in _TIED), f"the refusal names none of {_TIED}: {message}"
+        assert not (refusals and runs), "only some ranks refused the tie"
+        for run in runs:
+            # Whole weights may name a tied parameter once.
+            named = [run.weights[name] for name in _TIED if name in run.weights]
+            assert all(torch.equal(one, named[0]) for one in named), f"{' and '.join(_TIED)} have grown apart"
+            run.weights.update(dict.fromkeys(_TIED, named[0]))
+        if runs:
+            assert_like(runs, _trained("gpt", "sgd"))
+
+    @promise(after=("averages_gradients",))
+    def test_frozen_parameters_stay_frozen(self, ranks: Ranks) -> None:
+        """Parameters that need no gradient keep their very bits, also in an optimizer with weight decay.
+
+        Usual cause:
+            Frozen and trained parameters are joined into one flat tensor, which is stepped or decayed as a whole;
+            or parameters are re-made with ``requires_grad=True``.
+        """
+        truth = _trained("frozen", _decaying)
+        runs = ranks.run(train, "frozen", _decaying, _STEPS)
+        for run in runs:
+            frozen = {name: run.weights[name] for name in ("first.weight", "first.bias")}
+            oracle.assert_same_weights(frozen, {name: truth.weights[name] for name in frozen}, 0)
+        assert_like(runs, truth)
+
+    @pytest.mark.parametrize("when", ["never", "sometimes"])
+    @promise(after=("averages_gradients",))
+    def test_unused_parameters_keep_their_values(self, ranks: Ranks, when: str) -> None:
+        """Parameters that a loss does not reach keep their very bits in that step and the others train right.
+
+        A strategy may refuse such a loss instead, before the step, with a ``ShardError`` that says what to do.
+
+        Usual cause:
+            Messages wait for gradients that never come, so whole buckets stay on their rank or the next forward
+            fails; or missing gradients become zeros, which weight decay and momentum step with.
+        """
+        make = _MAKERS[when]
+        truth = _trained(make, _decaying)
+        answers = ranks.run(train_unused, make)
+        if all(isinstance(answer, str) for answer in answers):
+            return
+        assert not any(isinstance(answer, str) for answer in answers), f"only some ranks refused: {answers}"
+        for run in answers if when == "never" else ():
+            unused = {name: run.weights[name] for name in run.weights if name.startswith("unused.")}
+            oracle.assert_same_weights(unused, {name: truth.weights[name] for name in unused}, 0)
+        assert_like(answers, truth)
+
+    @promise(after=("averages_gradients",))
+    def test_buffers_are_right(self, ranks: Ranks) -> None:
+        """Buffers keep values and dtypes on every rank, persistent or not, and change once a forward.
+
+        Usual cause:
+            Buffers are not given memory or values when the module is built without any, are cast or averaged like
+            parameters, or those with ``persistent=False`` are forgotten because no state dict has them.
+        """
+        truth = _buffers_plainly()
+        answers = ranks.run(train_buffers)
+        for _, buffers in answers:
+            oracle.assert_same_weights(buffers, truth, 0)
+        assert_like([run for run, _ in answers], _trained("buffers", "sgd"))
+
+
+class _Sometimes(nn.Module):
+    """A layer that only every second step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.make("plain")
+        self.unused = nn.Linear(6, 6)
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss: torch.Tensor = self.inner(inputs if self.calls % 2 else self.unused(inputs), targets)
+        return loss
+
+
+def _never() -> nn.Module:
+    return models.make("unused")
+
+
+def _sometimes() -> nn.Module:
+    return _Sometimes()
+
+
+_MAKERS: dict[str, Callable[[], nn.Module]] = {"never": _never, "sometimes": _sometimes}
+
+
+def _decaying(module: nn.Module) -> torch.optim.Optimizer:
+    """Give all parameters, trained or not, to an optimizer with weight decay."""
+    return torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.5)
+
+
+@functools.cache
+def _trained(
+    model: str | Callable[[], nn.Module], optimizer: str | Callable[[nn.Module], torch.optim.Optimizer]
+) -> oracle.Trajectory:
+    return plainly(model, optimizer, _STEPS)
+
+
+def train_tied(subject: Subject) -> Run | str:
+    """Train a tied model, or return what setup said against it."""
+    with subject.strategy() as strategy:
+        try:
+            model, optimizer = set_up(strategy, "gpt", "sgd")
+        except SetupError as refusal:
+            return str(refusal)
+        return train_on(strategy, model, optimizer, models.batches("gpt", _STEPS, BATCH))
+
+
+def train_unused(subject: Subject, make: Callable[[], nn.Module]) -> Run | str:
+    """Train a model some of whose parameters get no gradient, or return what the strategy said against it."""
+    try:
+        return train(subject, make, _decaying, _STEPS)
+    except ShardError as refusal:
+        return str(refusal)
+
+
+def _named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    whole = {name: b.full_tensor() if isinstance(b, DTensor) else b for name, b in module.named_buffers()}
+    return {name: buffer.detach().cpu().clone() for name, buffer in whole.items()}
+
+
+@functools.cache
+def _buffers_plainly() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = models.make("buffers")
+    for batch in models.batches("buffers", _STEPS, BATCH):
+        model(*batch)
+    return _named_buffers(model)
+
+
+def train_buffers(subject: Subject) -> tuple[Run, dict[str, torch.Tensor]]:
+    """Train a model with buffers and return them as this rank has them."""
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, "buffers", "sgd")
+        run = train_on(strategy, model, optimizer, models.batches("buffers", _STEPS, BATCH))
+        return run, _named_buffers(strategy.unwrap(model))

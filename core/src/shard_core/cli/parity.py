@@ -1,0 +1,187 @@
+"""``shard parity``: whether a strategy trains the user's own model as plain PyTorch does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shard_core import plugins
+from shard_core.errors import ShardError
+from shard_core.testing.assignment import Assignment, values_of
+
+if TYPE_CHECKING:
+    from shard_core.strategy import Strategy
+    from shard_core.testing.parity.check import Result
+    from shard_core.testing.parity.comparison import Row
+    from shard_core.testing.parity.recipe import Recipe
+
+_DIFFERS = 1
+_RANDOM = (
+    "--train-mode: dropout draws other masks on every rank and batch normalisation sees a part of the batch, so a "
+    "model that has them differs under every strategy."
+)
+
+
+class _Unusable(click.ClickException):
+    """The arguments cannot be used, or nothing could be compared."""
+
+    exit_code = 2
+
+
+@click.command(name="parity")
+@click.argument("make_model", metavar="SCRIPT.PY:MAKE_MODEL")
+@click.option("--strategy", required=True, metavar="NAME", help="The strategy, as `shard list` shows it.")
+@click.option("--batch", metavar="SCRIPT.PY:FUNCTION", help="Returns the batch, where make_model does not.")
+@click.option("--loss", metavar="SCRIPT.PY:FUNCTION", help="function(output, batch), where the model returns no loss.")
+@click.option("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks on this host.")
+@click.option("--accelerator", default="cpu", show_default=True, help="Device type of all runs.")
+@click.option("--precision", default="32-true", show_default=True, help="The strategy's, and plain PyTorch's.")
+@click.option(
+    "--option", "assignments", type=Assignment(), multiple=True, help="What the strategy is told; repeatable."
+)
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Steps on the one batch.")
+@click.option("--optimizer", default="sgd", show_default=True, help="sgd, adamw, or SCRIPT.PY:FUNCTION of the model.")
+@click.option("--tolerance", type=click.FloatRange(min=0.0), help="Relative difference allowed; else by precision.")
+@click.option("--seed", type=click.IntRange(min=0, max=2**32 - 1), default=0, show_default=True)
+@click.option("--train-mode", is_flag=True, help="Leave the model in training mode: with dropout, say.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def command(context: click.Context, /, strategy: str, assignments: Sequence[tuple[str, str]], **said: Any) -> None:
+    """Train your own model in plain PyTorch and under a strategy, and name the first parameter that differs.
+
+    MAKE_MODEL returns the model, or the model and a batch: a tensor, a tuple of arguments or a dict of keyword
+    arguments, whose tensors begin with the samples. The exit status is 0 if both are the same, 1 if they differ, 2 if
+    nothing could be compared.
+    """
+    with _other_output_on_stderr(said["as_json"]):
+        try:
+            result = _check(strategy, values_of(assignments, plugins.find(strategy).options), said)
+        except ShardError as error:
+            raise _Unusable(str(error)) from error
+        except Exception as error:
+            click.echo("".join(traceback.format_exception(error)), err=True)
+            raise _Unusable(f"nothing could be compared: {type(error).__name__}: {error}") from error
+    if said["as_json"]:
+        click.echo(json.dumps(_card(strategy, said, result), indent=2))
+    else:
+        _print(strategy, said, result)
+    context.exit(0 if result.verdict.same else _DIFFERS)
+
+
+def _check(name: str, options: dict[str, Any], said: dict[str, Any]) -> Result:
+    from shard_core.precision.policies import resolve_name
+    from shard_core.selection import get_strategy
+
+    said["precision"] = resolve_name(said["precision"])
+    run = {key: said[key] for key in ("devices", "accelerator", "precision")}
+
+    def make_strategy() -> Strategy:
+        return get_strategy(name, **run, **options)
+
+    make_strategy()  # what it is told is checked before the user's script is imported
+    import torch
+
+    from shard_core.testing.parity.check import check
+
+    with tempfile.TemporaryDirectory(prefix="shard-parity-") as folder, _status() as announce:
+        return check(
+            _recipe(folder, said),
+            make_strategy,
+            precision=said["precision"],
+            device=torch.device("cuda" if said["accelerator"] in ("cuda", "gpu") else "cpu"),
+            tolerance=said["tolerance"],
+            announce=announce,
+        )
+
+
+def _recipe(folder: str, said: dict[str, Any]) -> Recipe:
+    from shard_core.testing.parity.recipe import Recipe, optimizer_named
+    from shard_core.testing.parity.script import ScriptFunction
+
+    return Recipe(
+        make_model=ScriptFunction.of(said["make_model"]),
+        make_batch=ScriptFunction.of(said["batch"]) if said["batch"] else None,
+        loss=ScriptFunction.of(said["loss"]) if said["loss"] else None,
+        optimizer=optimizer_named(said["optimizer"]),
+        steps=said["steps"],
+        seed=said["seed"],
+        train_mode=said["train_mode"],
+        folder=folder,
+    )
+
+
+@contextlib.contextmanager
+def _other_output_on_stderr(wanted: bool) -> Iterator[None]:
+    """Let what the user's script prints, on any rank, not stand among the JSON."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as kept:
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept.fileno(), 1)
+
+
+@contextlib.contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("") as status:
+        yield lambda what: status.update(f"running {what}")
+
+
+def _card(strategy: str, said: dict[str, Any], result: Result) -> dict[str, Any]:
+    return {
+        "strategy": strategy,
+        "devices": said["devices"],
+        "data_ranks": result.data_ranks,
+        "precision": said["precision"],
+        "same": result.verdict.same,
+        "first": result.verdict.first,
+        "says": result.verdict.says,
+        "rows": [_row(row) for row in result.rows],
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    """Make a row JSON, which has no word for infinity."""
+    fields = {**dataclasses.asdict(row), "same": row.same}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()
+    }
+
+
+def _print(strategy: str, said: dict[str, Any], result: Result) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    table = Table(Column("", no_wrap=True), "plain", strategy, "difference", "allowed", "", box=box.SIMPLE_HEAD)
+    for row in result.rows:
+        numbers = ("" if number is None else f"{number:.7g}" for number in (row.plain, row.strategy))
+        verdict = Text("same", "green") if row.same else Text("differs", "bold red")
+        table.add_row(row.what, *numbers, f"{row.difference:.1e}", f"{row.allowed:.1e}", verdict)
+    console = Console(highlight=False)
+    mode = "training mode" if said["train_mode"] else "eval mode"
+    ranks = f"{said['devices']} rank{'s' * (said['devices'] != 1)}"
+    console.print(f"{said['make_model']} under {strategy} on {ranks}, {said['precision']}, {mode}", markup=False)
+    console.print(table)
+    console.print(Text(result.verdict.says))
+    if said["train_mode"]:
+        console.print(_RANDOM, markup=False)

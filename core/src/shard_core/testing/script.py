@@ -1,0 +1,80 @@
+"""Running Python in processes of its own, as a user would, with what this process can import."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+#: How long processes that are told to end may take.
+_LEAVE_SECONDS = 15.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run of Python ended.
+
+    Attributes:
+        exit_code: Its exit code; None if it had to be ended.
+        output: What it printed.
+        errors: What it printed as errors.
+        ended: When it ended, in seconds as ``time.time`` counts.
+    """
+
+    exit_code: int | None
+    output: str
+    errors: str
+    ended: float
+
+    def __str__(self) -> str:
+        """Tell how it ended and what it printed."""
+        how = "did not end in time" if self.exit_code is None else f"ended with exit code {self.exit_code}"
+        return f"it {how}; it printed:\n{self.output}{self.errors}"
+
+
+def run_python(arguments: Sequence[str], *, folder: Path | None = None, timeout: float = 180.0) -> Outcome:
+    """Run this interpreter with arguments, on this process's ``sys.path``.
+
+    Args:
+        arguments: A script and its arguments, or ``-m`` and a module.
+        folder: The working directory; None for this process's.
+        timeout: Seconds until it is ended, with whatever it started.
+
+    Returns:
+        How it ended.
+    """
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+            return Outcome(exit_code=process.returncode, output=output, errors=errors, ended=time.time())
+        except subprocess.TimeoutExpired:
+            output, errors = _end(process)
+            return Outcome(exit_code=None, output=output, errors=errors, ended=time.time())
+        except BaseException:
+            _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    # Asked first: a launcher ends the ranks it has started, which may have sessions of their own.
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=_LEAVE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()

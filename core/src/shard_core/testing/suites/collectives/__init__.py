@@ -1,0 +1,1 @@
+"""Promises about ranks that talk: what they reduce and gather, what they hand out, and where they meet."""

@@ -1,0 +1,60 @@
+"""What the rogues say about themselves: what ddp says, but for those who lie; pure data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shard_core.capability import Capability
+from shard_core.options import Option
+from shard_core.plugins import StrategyInfo, hookimpl
+from shard_core.strategies.plugin import DDP
+
+#: What a rogue says differently from ddp.
+_SAID: dict[str, dict[str, Any]] = {
+    "silent_option": {"options": (*DDP.options, Option(name="speed", type="int", default=1, help=""))},
+    # ddp refuses parameters without a gradient unless it is told to look for them.
+    "fills_missing_gradients": {"presets": {"find_unused_parameters": True}},
+    "boasts_entry_methods": {"capabilities": DDP.capabilities | {Capability.ENTRY_METHODS}},
+    "boasts_meta_init": {"capabilities": DDP.capabilities | {Capability.META_INIT}},
+    "hides_clip_value": {"capabilities": DDP.capabilities - {Capability.CLIP_VALUE}},
+    "hides_sync_grads": {"capabilities": DDP.capabilities - {Capability.SYNC_GRADS}},
+}
+
+
+@hookimpl
+def shard_strategy(name: str) -> StrategyInfo:
+    return dataclasses.replace(
+        DDP, **{"name": name, "summary": name.replace("_", " "), "factory": FACTORIES[name], **_SAID.get(name, {})}
+    )
+
+
+@hookimpl
+def shard_unavailable(name: str) -> str | None:
+    return "" if name == "shrugs" else None
+
+
+def _at(module: str, *names: str) -> dict[str, str]:
+    return {name: f"rogues.{module}:{name.title().replace('_', '')}" for name in names}
+
+
+#: Where each rogue's class stands.
+FACTORIES = {
+    **_at("starting", "honest", "starts_at_once", "lacks_a_member", "seeds_anew", "masks_alike", "runs_anew"),
+    **_at("building", "drops_the_optimizer", "forgets_state", "copies_optimizers", "levels_groups", "breaks_ties"),
+    **_at("building", "thaws", "forgets_buffers", "never_trains", "one_optimizer_steps"),
+    **_at("building", "unshared_data", "uneven_data"),
+    **_at("stepping", "summed", "rescaled", "fills_missing_gradients", "loses_deferred", "defers_nothing"),
+    **_at("stepping", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),
+    **_at("stepping", "ignores_clip_value", "passes_non_finite", "scaled_norm", "resets_learning_rate"),
+    **_at("stepping", "steps_silently", "steps_on_overflow", "closure_once", "computes_in_full", "mixes_instead"),
+    **_at("talking", "max_is_sum", "rank_dependent", "reduces_in_place", "reduces_nothing", "gathers_backwards"),
+    **_at("talking", "drops_sync_grads", "broadcasts_from_zero", "never_waits", "unknown_is_mean"),
+    **_at("remembering", "drops_moments", "groups_by_position", "rounds_a_tensor", "never_strict", "always_strict"),
+    **_at("remembering", "fills_before_refusing", "ignores_filter", "keeps_values", "whole_everywhere"),
+    **_at("remembering", "removes_the_old", "loads_damaged", "writes_pickle", "one_size_only"),
+    **_at("launching", "last_rank_returns", "swallows_exceptions", "leaves_with_three", "stays_here"),
+    **dict.fromkeys(("silent_option", "boasts_entry_methods", "boasts_meta_init"), "rogues.starting:Honest"),
+    **dict.fromkeys(("imports_torch", "names_no_versions", "shrugs"), "rogues.starting:Honest"),
+    **dict.fromkeys(("hides_clip_value", "hides_sync_grads"), "rogues.starting:TellsLess"),
+}

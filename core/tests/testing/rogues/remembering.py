@@ -1,0 +1,147 @@
+"""Mistakes made while saving and loading."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from rogues.rogue import Rogue
+from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
+
+
+class DropsMoments(Rogue):
+    """Loads an optimizer without what it kept for each parameter."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
+        left = self.inner.load_checkpoint(path, state, **more)
+        for optimizer in _optimizers(state):
+            optimizer.state.clear()
+        return left
+
+
+class GroupsByPosition(Rogue):
+    """Gives the first group the settings the first group had, whatever parameters either holds."""
+
+    seen: ClassVar[dict[str, list[list[dict[str, Any]]]]] = {}
+
+    def save_checkpoint(self, path: Any, state: Any, **more: Any) -> Any:
+        self.seen[str(path)] = [[_settings(group) for group in each.param_groups] for each in _optimizers(state)]
+        return self.inner.save_checkpoint(path, state, **more)
+
+    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
+        left = self.inner.load_checkpoint(path, state, **more)
+        for optimizer, groups in zip(_optimizers(state), self.seen.get(str(path), []), strict=False):
+            for group, settings in zip(optimizer.param_groups, groups, strict=False):
+                group.update(settings)
+        return left
+
+
+class RoundsATensor(Rogue):
+    """Lets the first tensor of a module pass through bfloat16."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
+        left = self.inner.load_checkpoint(path, state, **more)
+        for module in [each for each in (state or {}).values() if isinstance(each, torch.nn.Module)]:
+            first = next(module.parameters()).data
+            first.copy_(first.bfloat16())
+        return left
+
+
+class NeverStrict(Rogue):
+    """Leaves out what does not fit, though it was told to be strict."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, *, strict: bool = True) -> Any:
+        return self.inner.load_checkpoint(path, state, strict=False)
+
+
+class AlwaysStrict(Rogue):
+    """Refuses what does not fit, though it was told not to be strict."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, *, strict: bool = True) -> Any:
+        return self.inner.load_checkpoint(path, state, strict=True)
+
+
+class FillsBeforeRefusing(Rogue):
+    """Loads what fits and refuses the checkpoint after that."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
+        try:
+            return self.inner.load_checkpoint(path, state, **more)
+        except CheckpointMismatch:
+            self.inner.load_checkpoint(path, state, strict=False)
+            raise
+
+
+class IgnoresFilter(Rogue):
+    """Saves everything, whatever the filter says."""
+
+    def save_checkpoint(self, path: Any, state: Any, *, filter: Any = None, **more: Any) -> Any:
+        return self.inner.save_checkpoint(path, state, **more)
+
+
+class KeepsValues(Rogue):
+    """Leaves plain values in the user's dict as they were."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
+        return self.inner.load_checkpoint(path, None if state is None else dict(state), **more)
+
+
+class WholeEverywhere(Rogue):
+    """Fills every rank's memory with whole tensors that only rank 0 should have."""
+
+    def module_state_dict(self, module: Any, full: bool = True) -> Any:
+        return dict(self.inner.full_parameters(module)) if full else self.inner.module_state_dict(module, full)
+
+
+class RemovesTheOld(Rogue):
+    """Removes the checkpoint it is about to replace."""
+
+    def save_checkpoint(self, path: Any, state: Any, **more: Any) -> Any:
+        if self.inner.is_global_zero:
+            shutil.rmtree(path, ignore_errors=True)
+        return self.inner.save_checkpoint(path, state, **more)
+
+
+class LoadsDamaged(Rogue):
+    """Says nothing of a damaged checkpoint."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
+        try:
+            return self.inner.load_checkpoint(path, state, **more)
+        except CheckpointCorrupted:
+            return {}
+
+
+class WritesPickle(Rogue):
+    """Leaves a pickle in the checkpoint."""
+
+    def save_checkpoint(self, path: Any, state: Any, **more: Any) -> Any:
+        handle = self.inner.save_checkpoint(path, state, **more)
+        if self.inner.is_global_zero:
+            torch.save({"step": 1}, Path(path) / "extra.pt")
+        self.inner.barrier("extra")
+        return handle
+
+
+class OneSizeOnly(Rogue):
+    """Refuses checkpoints of another number of ranks."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
+        manifest = Path(path) / "manifest.json"
+        with suppress(OSError, ValueError):  # what is missing or damaged is for the right strategy to refuse
+            if json.loads(manifest.read_bytes())["world_size"] != self.inner.world_size:
+                raise CheckpointError("this checkpoint was saved by another number of ranks.")
+        return self.inner.load_checkpoint(path, state, **more)
+
+
+def _optimizers(state: Any) -> list[torch.optim.Optimizer]:
+    return [each for each in (state or {}).values() if isinstance(each, torch.optim.Optimizer)]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

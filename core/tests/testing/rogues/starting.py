@@ -1,0 +1,67 @@
+"""Mistakes made while a strategy starts."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rogues.rogue import Rogue
+
+if TYPE_CHECKING:
+    from shard_core.plugins import StrategyInfo
+
+
+class Honest(Rogue):
+    """Makes no mistake."""
+
+
+class TellsLess(Rogue):
+    """Can do more than it says."""
+
+    def __init__(self, *, info: StrategyInfo, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.info = info
+
+
+class StartsAtOnce(Rogue):
+    """Joins the ranks when it is built."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.inner.setup_environment()
+
+
+class LacksAMember(Rogue):
+    """Has no ``module_sharded_context``."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module_sharded_context":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+class SeedsAnew(Rogue):
+    """Draws other weights each time."""
+
+    def seed_everything(self, seed: int) -> None:
+        self.inner.seed_everything(random.SystemRandom().randrange(2**32))
+
+
+class MasksAlike(Rogue):
+    """Leaves all data ranks with the same random numbers."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        ready = self.inner.setup_module_and_optimizers(module, optimizers)
+        torch.manual_seed(1)
+        return ready
+
+
+class RunsAnew(Rogue):
+    """Draws other masks each time."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        ready = self.inner.setup_module_and_optimizers(module, optimizers)
+        torch.seed()
+        return ready

@@ -1,0 +1,181 @@
+"""Mistakes made between a loss and a step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rogues.rogue import Rogue, parameters
+
+
+class Summed(Rogue):
+    """Sums gradients over ranks instead of averaging them."""
+
+    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
+        self.inner.backward(loss * self.inner.world_size, module, **more)
+
+
+class Rescaled(Rogue):
+    """Divides by the number of micro-batches, as the user did already."""
+
+    backwards = 0
+
+    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
+        self.backwards += 1
+        self.inner.backward(loss, module, **more)
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        for parameter in parameters(optimizer):
+            if closure is None and parameter.grad is not None:
+                parameter.grad /= max(1, self.backwards)
+        self.backwards = 0
+        return self.inner.optimizer_step(optimizer, closure, **more)
+
+
+class FillsMissingGradients(Rogue):
+    """Gives parameters without a gradient one of zeros, so that they decay."""
+
+    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
+        self.inner.backward(loss, module, **more)
+        for parameter in module.parameters():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+class LosesDeferred(Rogue):
+    """Forgets the gradients of micro-batches whose traffic it put off."""
+
+    @contextlib.contextmanager
+    def no_backward_sync(self, module: Any, enabled: bool = True) -> Iterator[None]:
+        with self.inner.no_backward_sync(module, enabled):
+            yield
+        for parameter in module.parameters() if enabled else ():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+class DefersNothing(Rogue):
+    """Sends gradients after each micro-batch all the same."""
+
+    def no_backward_sync(self, module: Any, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+        return self.inner.no_backward_sync(module, enabled=False)
+
+
+class IgnoresDenominator(Rogue):
+    """Takes a denominator and does not divide by it."""
+
+    def backward(self, loss: torch.Tensor, module: Any, *, denominator: Any = None, **more: Any) -> None:
+        self.inner.backward(loss, module, **more)
+
+
+class LocalDenominator(Rogue):
+    """Believes that every rank has as many samples as rank 0."""
+
+    def backward(self, loss: torch.Tensor, module: Any, *, denominator: Any = None, **more: Any) -> None:
+        if denominator is not None:
+            denominator = self.inner.broadcast(denominator)
+        self.inner.backward(loss, module, denominator=denominator, **more)
+
+
+class LocalNorm(Rogue):
+    """Returns the norm of this rank's part of the gradient."""
+
+    def clip_gradients_norm(self, module: Any, optimizer: Any, *rest: Any, **more: Any) -> torch.Tensor:
+        norm = self.inner.clip_gradients_norm(module, optimizer, *rest, **more)
+        whole = torch.cat([each.grad.flatten() for each in parameters(optimizer) if each.grad is not None])
+        return norm * whole.chunk(self.inner.world_size)[self.inner.global_rank].norm() / whole.norm()
+
+
+class NeverClips(Rogue):
+    """Returns the norm and leaves the gradients alone."""
+
+    def clip_gradients_norm(self, module: Any, optimizer: Any, max_norm: float, *rest: Any, **more: Any) -> Any:
+        return self.inner.clip_gradients_norm(module, optimizer, math.inf, *rest, **more)
+
+
+class AlwaysTwoNorm(Rogue):
+    """Takes every norm for the Euclidean one."""
+
+    def clip_gradients_norm(
+        self, module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, *rest: Any, **more: Any
+    ) -> Any:
+        return self.inner.clip_gradients_norm(module, optimizer, max_norm, 2.0, *rest, **more)
+
+
+class IgnoresClipValue(Rogue):
+    """Clips no value."""
+
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
+        pass
+
+
+class PassesNonFinite(Rogue):
+    """Returns a norm that is not finite instead of raising."""
+
+    def clip_gradients_norm(
+        self, module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+    ) -> Any:
+        return self.inner.clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite=False)
+
+
+class ScaledNorm(Rogue):
+    """Returns the norm of gradients that are still scaled."""
+
+    def clip_gradients_norm(self, *args: Any, **more: Any) -> Any:
+        scaler = self.inner.precision.scaler
+        return self.inner.clip_gradients_norm(*args, **more) * (scaler.factor if scaler else 1.0)
+
+
+class ResetsLearningRate(Rogue):
+    """Steps with the learning rate the schedule began with."""
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", group["lr"])
+        return self.inner.optimizer_step(optimizer, closure, **more)
+
+
+class StepsSilently(Rogue):
+    """Does not say whether it stepped."""
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> None:
+        self.inner.optimizer_step(optimizer, closure, **more)
+
+
+class StepsOnOverflow(Rogue):
+    """Steps with gradients that are not finite."""
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        stepped = self.inner.optimizer_step(optimizer, closure, **more)
+        if not stepped:
+            optimizer.step()
+        return stepped
+
+
+class ClosureOnce(Rogue):
+    """Evaluates a closure itself, once, and hides it from the optimizer."""
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        if closure is not None:
+            closure()
+        return self.inner.optimizer_step(optimizer, None, **more)
+
+
+class ComputesInFull(Rogue):
+    """Runs forwards outside of autocast, whatever the precision."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        ready = self.inner.setup_module_and_optimizers(module, optimizers)
+        module.forward = torch.autocast("cpu", enabled=False)(module.forward)
+        return ready
+
+
+class MixesInstead(Rogue):
+    """Takes bf16-true and keeps parameters in float32."""
+
+    def __init__(self, *, precision: Any, **arguments: Any) -> None:
+        super().__init__(precision="bf16-mixed" if precision == "bf16-true" else precision, **arguments)

@@ -1,0 +1,171 @@
+"""``python -m shard_core.testing`` as an author starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shard_core.errors import RankFailed
+from shard_core.testing.report import reason_of
+
+PLUGIN = """
+import dataclasses
+
+from shard_core.capability import Capability
+from shard_core.plugins import hookimpl
+from shard_core.strategies.plugin import SINGLE
+
+@hookimpl
+def shard_strategy(name):
+    return dataclasses.replace(
+        SINGLE,
+        name=name,
+        factory="doubtful_strategy:Doubtful",
+        capabilities=SINGLE.capabilities - {Capability.CLIP_VALUE},
+    )
+"""
+STRATEGY = """
+from shard_core.strategies.single import SingleStrategy
+
+class Doubtful(SingleStrategy):
+    def backward(self, loss, module, **more):
+        super().backward(loss * 2, module, **more)
+"""
+
+
+def kit(*arguments, folder=None, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", "shard_core.testing", *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.fixture
+def doubtful(site):
+    """Give the environment in which a strategy is installed that doubles gradients and declares one ability less."""
+    site.install(
+        "shard-doubtful",
+        requires=("shard-core>=1,<2",),
+        entries={"shard.strategies": {"doubtful": "doubtful_plugin"}},
+        modules={"doubtful_plugin": PLUGIN, "doubtful_strategy": STRATEGY},
+    )
+    return {"PYTHONPATH": str(site.folder)}
+
+
+def test_kept_promises_are_status_0_and_json_stands_alone():
+    done = kit("single", "--world-sizes", "1", "--promise", "averages_gradients", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{"promise": "training.averages_gradients", "status": "kept", "reason": ""}]
+
+
+def test_one_fault_is_broken_refused_and_not_judged(doubtful):
+    chosen = ("averages_gradients", "training.norm_is_global_and_alike", "options_are_documented")
+    arguments = [word for name in chosen for word in ("--promise", name)]
+    done = kit("doubtful", *arguments, "--json", **doubtful)
+    assert done.returncode == 1, done.stderr
+    rows = {row["promise"]: row for row in json.loads(done.stdout)}
+    broken = rows["training.averages_gradients"]
+    assert broken["status"] == "broken"
+    assert broken["reason"].startswith("1ranks: ")
+    assert "is the first parameter that differs" in broken["reason"]
+    unjudged = rows["training.norm_is_global_and_alike"]
+    assert unjudged["status"] == "not judged"
+    assert unjudged["reason"] == "it stands on 'averages_gradients', which is broken"
+    assert rows["plugin.options_are_documented"] == {
+        "promise": "plugin.options_are_documented",
+        "status": "kept",
+        "reason": "",
+    }
+
+
+def test_an_undeclared_ability_that_is_refused_is_no_fault(doubtful):
+    done = kit("doubtful", "--promise", "clips_by_value", "--json", **doubtful)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        {"promise": "training.clips_by_value", "status": "refused", "reason": "CLIP_VALUE is not declared"}
+    ]
+
+
+def test_the_table_tells_what_was_promised_found_and_is_usually_wrong(doubtful):
+    done = kit("doubtful", "--promise", "averages_gradients", "-v", COLUMNS="200", **doubtful)
+    assert done.returncode == 1
+    for words in (
+        "training.averages_gradients is broken",
+        "Promised: A step's gradient is the mean over all data-parallel ranks.",
+        "Found: 1ranks: 'first.weight' is the first parameter that differs",
+        "Usual cause: Gradients are summed",
+        "doubtful on 1 rank: 1 broken.",
+    ):
+        assert words in done.stdout
+    assert "AssertionError" not in done.stdout
+    assert "assert_same_weights" in done.stderr
+
+
+def test_what_configures_tests_around_here_has_no_say(tmp_path):
+    (tmp_path / "conftest.py").write_text("raise RuntimeError('a stranger')")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    before = sorted(tmp_path.rglob("*"))
+    promise = ("--promise", "options_are_documented")
+    done = kit("single", *promise, folder=tmp_path, PYTEST_ADDOPTS="--nor-this", PYTEST_PLUGINS="nowhere")
+    assert done.returncode == 0, done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["dpd"], "did you mean 'ddp'?"),
+        (["ddp", "--world-sizes", "1,0"], "'1,0' is no list of world sizes"),
+        (["single", "--world-sizes", "2"], "strategy 'single' runs on at most 1 rank"),
+        (["ddp", "--option", "bucket_cap=3"], "did you mean 'bucket_cap_mb'?"),
+        (["ddp", "--option", "bucket_cap_mb=-3"], "bucket_cap_mb is -3"),
+        (["ddp", "--promise", "averages_gradient"], "did you mean 'averages_gradients'?"),
+        (["ddp", "--promise", "plugin.averages_gradients"], "there is no promise 'plugin.averages_gradients'"),
+        ([], "Missing argument 'NAME'"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_status_2(arguments, says):
+    done = kit(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_pytest_the_extra_is_named():
+    # Python's own way to say that a module cannot be imported.
+    program = (
+        "import sys; sys.modules['pytest'] = None; from shard_core.testing.command import command; command(['ddp'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "Error: the kit runs on pytest, which is not installed; install shard-core[testing].\n"
+
+
+def test_a_rank_that_failed_is_told_by_its_last_exception(worlds):
+    with pytest.raises(RankFailed) as failure:
+        worlds(2).run(chain)
+    assert reason_of(failure.value).endswith("raised: ValueError: outer, on two lines")
+    with pytest.raises(RankFailed) as failure:
+        worlds(2).run(leave)
+    assert reason_of(failure.value) in ("rank 0 died with exit code 3", "rank 1 died with exit code 3")
+
+
+def chain():
+    print("a line\n  an indented one\nand another")
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise ValueError("outer,\non two lines") from error
+
+
+def leave():
+    os._exit(3)

@@ -1,0 +1,25 @@
+"""What this backend says about its strategy; pure data."""
+
+from __future__ import annotations
+
+from shard_core.capability import Capability
+from shard_core.options import options_of
+from shard_core.plugins import StrategyInfo, hookimpl
+from shard_template.config import TemplateConfig
+
+TEMPLATE = StrategyInfo(
+    name="template",
+    summary="a whole copy of the model on every rank, gradients averaged after each backward",
+    factory="shard_template.strategy:TemplateStrategy",
+    # What is not declared, core refuses: a call that asks for it raises MissingCapability.
+    capabilities=frozenset(Capability) - {Capability.META_INIT, Capability.CPU_OFFLOAD},
+    precisions=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
+    devices=("cpu", "cuda"),
+    options=options_of(TemplateConfig),
+)
+
+
+@hookimpl
+def shard_strategy(name: str) -> StrategyInfo | None:
+    """Describe the strategy of this backend."""
+    return TEMPLATE if name == TEMPLATE.name else None
