@@ -50,7 +50,7 @@ def shards_and_log() -> Any:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shard_fsdp")
+    logger = logging.getLogger("shard_core.fully_sharding")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with get_strategy("fsdp", unit_bytes=800) as strategy:

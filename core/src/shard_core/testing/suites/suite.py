@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
 from shard_core import plugins
-from shard_core.testing.rules import promise_of
+from shard_core.testing.rules import RuleBroken, promise_of
 from shard_core.testing.subject import Ranks, Subject
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ class Suite:
     @property
     def info(self) -> StrategyInfo:
         """What the strategy says of itself."""
-        return _found(self.strategy, tuple(sys.path))
+        return plugins.find(self.strategy)
 
     @property
     def subject(self) -> Subject:
@@ -59,7 +57,13 @@ class Suite:
     def sizes(self) -> tuple[int, ...]:
         """Return the numbers of ranks this strategy is judged at."""
         most = self.info.max_ranks
-        return tuple(size for size in self.world_sizes if most is None or size <= most)
+        sizes = tuple(size for size in self.world_sizes if most is None or size <= most)
+        if not sizes:
+            raise RuleBroken(
+                f"{self.strategy!r} runs on {most} ranks at most, and world_sizes={tuple(self.world_sizes)} has "
+                f"nothing so small; add {most}."
+            )
+        return sizes
 
     def main_size(self) -> int:
         """Return the number of ranks for what need not be judged at all: two, or what is nearest."""
@@ -79,10 +83,3 @@ class Suite:
             return Ranks(worlds(size), other)
 
         return place
-
-
-@functools.cache
-def _found(name: str, path: tuple[str, ...]) -> StrategyInfo:
-    """Look a strategy up once: each case of each promise asks, and looking reads the metadata of all packages."""
-    del path  # what decides which packages there are
-    return plugins.find(name)

@@ -1,0 +1,194 @@
+"""Sharding modules over data-parallel ranks with torch's ``fully_shard`` (FSDP2), for every engine that does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from shard_core.errors import SetupError
+from shard_core.initialization.materialize import Materializer, unset_parameters
+from shard_core.initialization.recording import Recording, record
+from shard_core.precision.dtypes import dtype_named
+from shard_core.replicas import AveragedScalars, send_values
+from shard_core.units import Unit, find_units, num_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.collectives.interface import Collectives
+    from shard_core.parameters import ParameterNames
+    from shard_core.precision.interface import PrecisionPolicy
+
+log = logging.getLogger(__name__)
+
+
+class FullySharding:
+    """Shards modules unit by unit and never holds one of them whole.
+
+    A strategy holds one per run. Order of calls: ``recording`` around construction, ``shard``, then
+    ``deferred`` around backwards whose gradients need not travel yet, ``reshard`` before shards are read.
+
+    Args:
+        mesh: The data-parallel ranks, one axis.
+        collectives: What all ranks talk through.
+        unit_bytes: Neighbouring blocks share one message until it carries this many bytes of parameters.
+        reshard_after_forward: Whether whole parameters are freed between forward and backward; None
+            does so for all but the root's.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, collectives: Collectives, *, unit_bytes: int, reshard_after_forward: bool | None
+    ) -> None:
+        self._mesh = mesh
+        self._collectives = collectives
+        self._unit_bytes = unit_bytes
+        self._reshard_after_forward = reshard_after_forward
+        self._scalars: weakref.WeakKeyDictionary[torch.nn.Module, AveragedScalars] = weakref.WeakKeyDictionary()
+        self._recording: Recording | None = None
+        self._leaves_parameters = False
+
+    @contextlib.contextmanager
+    def recording(self, empty_init: bool) -> Iterator[None]:
+        """Note what constructors do instead of doing it; ``shard`` replays it shard by shard.
+
+        Args:
+            empty_init: Whether parameters wait for a checkpoint instead.
+        """
+        with record(self._collectives, after=self._recording) as recording:
+            yield
+        self._recording = recording
+        self._leaves_parameters = empty_init
+
+    def shard(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        names: ParameterNames,
+        *,
+        policy: PrecisionPolicy,
+        device: torch.device,
+        lay_out: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
+        """Shard a module in place and point its optimizers at the shards.
+
+        Args:
+            module: The user's module.
+            optimizers: Over its parameters as they are.
+            names: The names these have.
+            policy: Which dtypes recorded tensors get.
+            device: Where this rank's shards live.
+            lay_out: Lays parameters out along other axes before they are sharded; recorded ones are on
+                the meta device then.
+        """
+        send_values(module)
+        values = Materializer(module, dtype_named(policy.parameter), dtype_named(policy.buffer))
+        if lay_out is not None:
+            lay_out(module)
+        self._shard(module, find_units(module, self._unit_bytes))
+        values.allocate(device)
+        values.set_aside(optimizers)
+        names.repoint(optimizers, module)
+        values.fill(parameters=not self._leaves_parameters)
+        if self._leaves_parameters:
+            self._refuse_unset(module)
+        self._scalars[module] = AveragedScalars(module)
+        _NoInferenceMode(module)
+
+    @contextlib.contextmanager
+    def deferred(self, module: torch.nn.Module) -> Iterator[None]:
+        """Let whole gradients add up on this rank.
+
+        Args:
+            module: One that was sharded.
+        """
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(False)
+        self._scalars[module].deferred = True
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
+            self._scalars[module].deferred = False
+
+    def reshard(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Free whole parameters: after a forward without backward, a unit may still show them.
+
+        Args:
+            modules: Ones that were sharded.
+        """
+        for module in modules:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def _shard(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
+        # fully_shard refuses 0-d parameters; they stay whole on every rank.
+        scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}
+        shard = functools.partial(
+            fully_shard,
+            mesh=self._mesh,
+            reshard_after_forward=self._reshard_after_forward,
+            ignored_params=scalars,
+        )
+        for unit in units:
+            shard(list(unit.modules))
+        shard(module)
+        total = num_bytes(module)
+        for unit in units:
+            log.info("unit %s: %.1f MiB", ", ".join(unit.names), unit.num_bytes / 2**20)
+        rest = total - sum(unit.num_bytes for unit in units)
+        ranks = self._mesh.size()
+        log.info("root unit: %.1f of %.1f MiB, over %d ranks", rest / 2**20, total / 2**20, ranks)
+
+    def _refuse_unset(self, module: torch.nn.Module) -> None:
+        """Let the first forward make sure that a checkpoint has filled every parameter."""
+
+        def check(called: torch.nn.Module, args: Any) -> None:
+            del args
+            unset = self._collectives.gather_objects(unset_parameters(called))
+            names = sorted({name for names in unset for name in names})
+            if names:
+                raise SetupError(
+                    f"{len(names)} parameters were built with empty_init=True and never filled, first {names[0]!r}; "
+                    "call load_checkpoint() before the first forward."
+                )
+            handle.remove()
+
+        handle = module.register_forward_pre_hook(check, prepend=True)
+
+
+class _NoInferenceMode:
+    """Runs a module's forward without gradients, but not in inference mode, where the caller is in it.
+
+    The memory that whole parameters are gathered into outlives the forward that first needed it; made in
+    inference mode, no later forward could train with it.
+
+    Args:
+        module: What users call.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._entered: list[contextlib.ExitStack] = []
+        module.register_forward_pre_hook(self._enter, prepend=True)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        del module, args
+        contexts = contextlib.ExitStack()
+        if torch.is_inference_mode_enabled():
+            # Leaving inference mode turns gradients on.
+            contexts.enter_context(torch.inference_mode(mode=False))
+            contexts.enter_context(torch.no_grad())
+        self._entered.append(contexts)
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        if self._entered:
+            self._entered.pop().close()
