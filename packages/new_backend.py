@@ -30,7 +30,7 @@ Then make it yours: the engine is in src/{package}/strategy.py, what it can do i
 options are in config.py. docs/tutorials/write-a-backend.md goes through the engine piece by piece."""
 INSIDE = 'python3 noxfile.py -s "conformance({dist})"'
 OUTSIDE = """\
-pip install {core} "{folder}[testing]"
+pip install -e {core} -e "{folder}[testing]"
   python -m pytest {folder}/tests"""
 
 

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shard_core.errors import RankFailed
 from shard_core.testing.report import reason_of
@@ -128,6 +131,11 @@ def test_what_configures_tests_around_here_has_no_say(tmp_path):
         (["single", "--world-sizes", "2"], "strategy 'single' runs on at most 1 rank"),
         (["ddp", "--option", "bucket_cap=3"], "did you mean 'bucket_cap_mb'?"),
         (["ddp", "--option", "bucket_cap_mb=-3"], "bucket_cap_mb is -3"),
+        pytest.param(
+            ["ddp", "--device", "cuda"],
+            "torch sees no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device"),
+        ),
         (["ddp", "--promise", "averages_gradient"], "did you mean 'averages_gradients'?"),
         (["ddp", "--promise", "plugin.averages_gradients"], "there is no promise 'plugin.averages_gradients'"),
         ([], "Missing argument 'NAME'"),
@@ -157,6 +165,28 @@ def test_a_rank_that_failed_is_told_by_its_last_exception(worlds):
     with pytest.raises(RankFailed) as failure:
         worlds(2).run(leave)
     assert reason_of(failure.value) in ("rank 0 died with exit code 3", "rank 1 died with exit code 3")
+
+
+def test_of_ranks_that_hang_each_is_told_with_its_place(worlds):
+    with pytest.raises(RankFailed) as failure:
+        worlds(2).run(one_sleeps, timeout=3)
+    told = reason_of(failure.value)
+    assert "rank 0 did not return within 3 s, in test_command.py, line " in told
+    assert "in waits" in told
+    assert "rank 1 did not return within 3 s" in told
+    assert "in sleeps" in told
+
+
+def one_sleeps():
+    sleeps() if dist.get_rank() == 1 else waits()
+
+
+def sleeps():
+    time.sleep(60)
+
+
+def waits():
+    dist.barrier()
 
 
 def chain():

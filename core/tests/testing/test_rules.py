@@ -100,6 +100,7 @@ WEAKENED = {
     "unchecked": ("def __init_subclass__(cls): pass", "TestMine sets '__init_subclass__'"),
     "wrong name": ('known_failures = {"barrier_wait": "slow"}', "is no promise; did you mean 'barrier_waits'?"),
     "no reason": ('known_failures = {"barrier_waits": " "}', "excuses 'barrier_waits' without a reason"),
+    "no reasons": ('known_failures = ["barrier_waits"]', "give a dict of promises to reasons"),
     "no size": ("world_sizes = ()", "world_sizes is ()"),
     "wrong size": ("world_sizes = (0,)", "world_sizes is (0,)"),
     "no strategy": ("strategy = None", "TestMine names no strategy"),
@@ -183,6 +184,29 @@ def test_a_promise_stays_what_it_is(judge, text, sentence):
     result = judge(text, "-k", "barrier_waits or version_range")
     assert result.ret in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
     assert sentence in said(result)
+
+
+def test_a_class_that_pytest_would_pass_over_is_refused(judge):
+    result = judge("""
+        class MineConformance(Conformance):
+            strategy = "single"
+    """)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert "call it TestMineConformance" in said(result)
+
+
+def test_what_is_left_out_elsewhere_shows_in_the_last_lines(judge, pytester):
+    pytester.makeconftest("""
+        def pytest_collection_modifyitems(items):
+            items[:] = [item for item in items if "version_range" in item.name]
+    """)
+    result = judge("""
+        class TestMine(Conformance):
+            strategy = "single"
+            world_sizes = (1,)
+    """)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["TestMine: 1 of * promises, at world sizes 1, 0 known failures."])
 
 
 def test_a_fixture_cannot_skip_promises(judge):

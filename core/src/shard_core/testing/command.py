@@ -106,9 +106,13 @@ def _check(info: StrategyInfo, world_sizes: tuple[int, ...], options: Mapping[st
     """Find out what can be found out before any rank is started; return the sizes it can be judged at."""
     if importlib.util.find_spec("pytest") is None:
         raise _CannotRun("the kit runs on pytest, which is not installed; install shard-core[testing].")
+    import torch
+
     from shard_core.selection import get_strategy
 
     get_strategy(info.name, **options)
+    if options["accelerator"] == "cuda" and not torch.cuda.is_available():
+        raise _CannotRun("torch sees no CUDA device here; judge the strategy with --device cpu, or where there is one.")
     sizes = tuple(size for size in world_sizes if info.max_ranks is None or size <= info.max_ranks)
     if not sizes:
         raise _CannotRun(
@@ -127,7 +131,7 @@ def _promise(text: str) -> str:
     noun, _, name = text.rpartition(".")
     if name not in known or noun not in ("", known[name].noun):
         hint = nearest(name, known) or "."
-        raise _CannotRun(f"there is no promise {text!r}{hint} The reference of promises lists all.")
+        raise _CannotRun(f"there is no promise {text!r}{hint} All are: {', '.join(sorted(known))}.")
     return name
 
 

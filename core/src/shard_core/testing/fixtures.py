@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shard_core.testing.rules import RuleBroken, check_untouched, promise_of
+from shard_core.testing.rules import RuleBroken, check_untouched, promise_of, promises_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from shard_core.testing.rules import Promise
     from shard_core.testing.world import World
 
-_BROKEN = pytest.StashKey[dict[type, set[str]]]()
+#: By class: what is broken or stands on something broken, and which broken promise that is.
+_BROKEN = pytest.StashKey[dict[type, dict[str, str]]]()
+_CHOSEN = pytest.StashKey["dict[type[Conformance], set[str]]"]()
 _UNJUDGED = pytest.StashKey[bool]()
 _SILENCERS = ("skip", "skipif", "xfail", "usefixtures")
 
@@ -67,17 +69,37 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
         _check_untouched(items)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note what will be judged, after everybody has left out what they wish."""
+    chosen: dict[type[Conformance], set[str]] = {}
+    for item in session.items:
+        promise = promise_of(getattr(item, "obj", None))
+        if promise is not None:
+            chosen.setdefault(_author(item), set()).add(promise.name)
+    session.config.stash[_CHOSEN] = chosen
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tell how much of the kit was chosen: what was left out somewhere is not seen otherwise."""
+    for cls, names in config.stash.get(_CHOSEN, {}).items():
+        sizes = " and ".join(map(str, cls.world_sizes))
+        terminalreporter.write_line(
+            f"{cls.__name__}: {len(names)} of {len(promises_of(cls))} promises, at world sizes {sizes}, "
+            f"{len(cls.known_failures)} known failures."
+        )
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave unjudged what stands on a broken promise: its failure would tell nothing new."""
     promise = promise_of(getattr(item, "obj", None))
     if promise is None:
         return
-    broken = item.session.stash[_BROKEN].get(_author(item), set())
+    broken = item.session.stash[_BROKEN].setdefault(_author(item), {})
     below = [name for name in promise.after if name in broken]
     if below:
-        broken.add(promise.name)
+        broken.setdefault(promise.name, broken[below[0]])
         item.stash[_UNJUDGED] = True
-        pytest.skip(f"not judged: it stands on {below[0]!r}, which is broken")
+        pytest.skip(f"not judged: it stands on {broken[below[0]]!r}, which is broken")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -89,7 +111,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"{report.longreprtext}\nThis is no verdict; a promise can only be excused in known_failures."
     if promise is not None and report.failed:
-        item.session.stash[_BROKEN].setdefault(_author(item), set()).add(promise.name)
+        item.session.stash[_BROKEN].setdefault(_author(item), {})[promise.name] = promise.name
         report.sections.append(("Promise", f"{promise.sentence}\nUsual cause: {promise.cause}"))
     return report
 

@@ -7,6 +7,7 @@ import enum
 import re
 import textwrap
 from collections.abc import Callable, Collection, Generator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from shard_core.testing.rules import Promise
 
 _LONGEST_REASON = 400
+_HANGS = re.compile(r"; it hangs here:$")
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _INTERRUPTED = "the run ended before it was its turn"
 
 
@@ -170,15 +173,30 @@ def reason_of(error: BaseException) -> str:
 
 
 def _first_rank(report: str) -> str:
-    """Find the first rank in the report of a world, and the exception its traceback ends with."""
+    """Find the first rank in the report of a world, and the exception its traceback ends with.
+
+    Of ranks that hang each is told with its place: all but one of them may only wait for that one.
+    """
     parts = re.split(r"\n\n(?=rank \d+ )", report)
-    head, *lines = parts[min(1, len(parts) - 1)].partition("\nIt printed:\n")[0].splitlines()
+    first = parts[min(1, len(parts) - 1)]
+    if _HANGS.search(first.partition("\n")[0]):
+        return "; ".join(_place(part) for part in parts[1:])
+    head, *lines = first.partition("\nIt printed:\n")[0].splitlines()
     if not head.endswith("raised:"):
-        return head.removesuffix(" it hangs here:").rstrip(";")
+        return head
     outside = [bool(line) and not line.startswith(" ") for line in lines]
     # An exception follows the frames of its traceback, if it has any; chained ones come first.
     ends = [number for number in range(1, len(lines)) if outside[number] and not outside[number - 1]]
     return f"{head} {' '.join(lines[ends[-1] :] if ends else lines)}"
+
+
+def _place(part: str) -> str:
+    """Tell of a rank that hangs which call of its own it is in, innermost of those that are no library's."""
+    head, *stack = part.splitlines()
+    frames = [match for match in map(_FRAME.search, stack) if match]
+    own = [match for match in frames if "/torch/" not in match["file"] and "/threading.py" not in match["file"]]
+    named = [f"{Path(match['file']).name}, line {match['line']}, in {match['function']}" for match in own or frames]
+    return _HANGS.sub("", head) + (f", in {named[0]}" if named else "")
 
 
 def _judge(promise: Promise, cases: list[list[_Outcome]], declared: Collection[Capability]) -> Verdict:

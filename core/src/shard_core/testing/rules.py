@@ -141,6 +141,8 @@ def check_author(cls: type, kit: type) -> None:
                 f"{', '.join(SETTINGS)} and nothing else: tests of your own go into another class, and a promise "
                 "that cannot be kept yet is listed in known_failures with its reason."
             )
+    if not cls.__name__.startswith("Test"):
+        raise RuleBroken(f"pytest does not look into a class named {cls.__name__}; call it Test{cls.__name__}.")
     if not isinstance(getattr(cls, "strategy", None), str):
         raise RuleBroken(f"{cls.__name__} names no strategy; set strategy = 'NAME' as `shard list` shows it.")
     sizes = getattr(cls, "world_sizes", ())
@@ -166,6 +168,10 @@ def check_untouched(cls: type, kit: type) -> None:
 
 
 def _check_known_failures(cls: Any, promises: Mapping[str, Promise]) -> None:
+    if not isinstance(cls.known_failures, Mapping):
+        raise RuleBroken(
+            f"{cls.__name__}.known_failures is {cls.known_failures!r}; give a dict of promises to reasons."
+        )
     for name, reason in cls.known_failures.items():
         if name not in promises:
             raise RuleBroken(f"{cls.__name__} excuses {name!r}, which is no promise{nearest(name, promises)}.")

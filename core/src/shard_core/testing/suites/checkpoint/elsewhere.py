@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shard_core.testing.subject import Ranks, Subject
 
-_BELOW = ("ties_come_back_tied", "moments_come_back")
+_BELOW = ("ties_come_back_tied", "moments_come_back", "frozen_parameters_stay_frozen")
 
 
 class Elsewhere(Suite):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RoundTrip(Suite):
     """What is saved comes back bit for bit into the same place."""
 
-    @promise(after=("optimizer_made_before_or_after_setup",))
+    @promise(after=("averages_gradients", "optimizer_made_before_or_after_setup"))
     @pytest.mark.parametrize("form", ["sharded", "full"])
     def test_round_trip_is_bitwise(self, ranks: Ranks, tmp_path: Path, form: str) -> None:
         """Parameters and buffers come back bit for bit, on every rank, from either form of a checkpoint.

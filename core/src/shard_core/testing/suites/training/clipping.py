@@ -82,7 +82,7 @@ class Clipping(Suite):
         """
         _assert_clipped(ranks, (_BITES,), norm_type)
 
-    @promise(needs=Capability.CLIP_VALUE, after=("averages_gradients",))
+    @promise(needs=Capability.CLIP_VALUE, after=("averages_gradients", "norm_is_global_and_alike"))
     def test_clips_by_value(self, ranks: Ranks) -> None:
         """Every element of the averaged gradient is clamped between the bound and its negative.
 
