@@ -19,7 +19,7 @@ _CASTING = ("training.precision", "training.float16")
 _ABLE = ("training.abilities", "training.optimizers")
 _STARTING = ("training.setup", "training.randomness", "training.data")
 _CHECKPOINT = ("checkpoint",)
-_SECONDS, _LONG_SECONDS = 900, 3600
+_SECONDS, _LONG_SECONDS = 900, 2 * 3600
 
 
 @dataclasses.dataclass(frozen=True)

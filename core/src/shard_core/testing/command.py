@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,12 +214,18 @@ def _print(name: str, sizes: Sequence[int], verdicts: Sequence[Verdict]) -> None
     for each in verdicts:
         if each.status.value == "broken":
             console.print(_explained(each))
-        elif each.reason:
-            console.print(Text(f"{each.name} is {each.status.value}: {each.reason}", _STYLES[each.status.value]))
+    for (word, reason), count in _without_verdict(verdicts).items():
+        console.print(Text(f"{count} promise{'s' * (count != 1)} {word}: {reason}", _STYLES[word]))
     counts = {word: sum(each.status.value == word for each in verdicts) for word in _STYLES}
     summed = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
     ranks = " and ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
     console.print(f"{name} on {ranks} rank{'s' * (sizes != (1,))}: {summed}.")
+
+
+def _without_verdict(verdicts: Sequence[Verdict]) -> Counter[tuple[str, str]]:
+    """Count the promises that are neither kept nor broken, by status and reason: one mistake leaves many unjudged."""
+    others = [each for each in verdicts if each.status.value != "broken" and each.reason]
+    return Counter((each.status.value, each.reason) for each in others)
 
 
 def _explained(verdict: Verdict) -> Group:

@@ -7,39 +7,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shard_core.testing.rules import RuleBroken, check_untouched, promise_of, promises_of
+from shard_core.testing.worlds import Worlds
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from shard_core.testing.conformance import Conformance
     from shard_core.testing.rules import Promise
-    from shard_core.testing.world import World
 
 #: By class: what is broken or stands on something broken, and which broken promise that is.
 _BROKEN = pytest.StashKey[dict[type, dict[str, str]]]()
 _CHOSEN = pytest.StashKey["dict[type[Conformance], set[str]]"]()
 _UNJUDGED = pytest.StashKey[bool]()
 _SILENCERS = ("skip", "skipif", "xfail", "usefixtures")
-
-
-class Worlds:
-    """The worlds of a test session: one per size, started when it is first asked for."""
-
-    def __init__(self) -> None:
-        self._worlds: dict[int, World] = {}
-
-    def __call__(self, size: int) -> World:
-        """Return the world of ``size`` ranks."""
-        from shard_core.testing.world import World
-
-        if size not in self._worlds:
-            self._worlds[size] = World(size)
-        return self._worlds[size]
-
-    def close(self) -> None:
-        """End all ranks."""
-        for world in self._worlds.values():
-            world.close()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from shard_core.testing.subject import Ranks, Subject
 
 if TYPE_CHECKING:
     from shard_core.plugins.info import StrategyInfo
-    from shard_core.testing.fixtures import Worlds
+    from shard_core.testing.worlds import Worlds
 
 
 class Suite:
