@@ -52,14 +52,22 @@ def serve(descriptor: int) -> None:
     _join_group()
     environment = dict(os.environ)
     folder = os.getcwd()
-    gc.freeze()  # what is loaded now stays, so that collecting after a run looks only at what it left
+    loaded = _keep_modules(0)
     connection.send_bytes(pickle.dumps(Reply()))
     while True:
         request = requests.get()
         _reset(environment, folder)
         reply = _run(request)
         gc.collect()  # a strategy left in a cycle must not meet the next test
+        loaded = _keep_modules(loaded)
         connection.send_bytes(pickle.dumps(reply))
+
+
+def _keep_modules(loaded: int) -> int:
+    """Spare what has been imported since from collections to come, which then look only at what a run left."""
+    if len(sys.modules) > loaded:
+        gc.freeze()
+    return len(sys.modules)
 
 
 def _listen(connection: Connection, requests: queue.SimpleQueue[bytes]) -> None:
