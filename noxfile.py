@@ -8,7 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ CONSTRAINTS = ROOT / "constraints"
 ENVIRONMENTS = ROOT / ".nox"
 WHEELS = ROOT / "dist"
 CONFORMANCE = Path("tests", "test_conformance.py")
+ON_EACH_TORCH = ("collectives", "precision", "strategies", "strategy")
 MINIMUM_PYTHON = (3, 11)
 TOOLS = (
     *("pytest", "pytest-timeout", "hypothesis"),
@@ -123,7 +124,7 @@ def test(session: nox.Session) -> None:
     for name in environments():
         environment(name)
     tested = [f"{kind}({dist})" for dist in DISTRIBUTIONS for kind in ("tests", "conformance", "build")]
-    for name in ("lint", "types", "layers", *tested, "integration", "docs"):
+    for name in ("lint", "types", "layers", *tested, "other_torches", "integration", "docs"):
         session.notify(name)
 
 
@@ -147,9 +148,20 @@ def conformance(session: nox.Session, dist: str) -> None:
 
 
 @nox.session
+def other_torches(session: nox.Session) -> None:
+    """Run what core asks of torch on the other versions of it that are pinned; options after -- go to pytest."""
+    core = DISTRIBUTIONS["shard-core"]
+    for name in set(environments()) - {"main"}:
+        run(session, name, "pytest", *(str(core / "tests" / room) for room in ON_EACH_TORCH), *session.posargs)
+        kit = (str(core / CONFORMANCE), "-k", "TestDDP and 2ranks")
+        run(session, name, "pytest", *kit, *session.posargs)
+
+
+@nox.session
 def integration(session: nox.Session) -> None:
     """Run the tests across distributions, by what a user does; options after -- go to pytest."""
-    run(session, "main", "pytest", "integration_tests", *session.posargs)
+    pythons = os.pathsep.join(str(environment(name) / "python") for name in environments())
+    run(session, "main", "pytest", "integration_tests", *session.posargs, settings={"SHARD_PYTHONS": pythons})
 
 
 @nox.session
@@ -227,12 +239,19 @@ def layers_of(dists: Iterable[str]) -> str:
     return BACKEND_LAYERS.format(packages=packages, backends=[each for each in packages if each != "shard_core"])
 
 
-def run(session: nox.Session, name: str, command: str, *arguments: str, success_codes: Iterable[int] = (0,)) -> None:
+def run(
+    session: nox.Session,
+    name: str,
+    command: str,
+    *arguments: str,
+    settings: Mapping[str, str] | None = None,
+    success_codes: Iterable[int] = (0,),
+) -> None:
     """Run a command of a shared environment, with its other commands within reach."""
     commands = environment(name)
     path = os.pathsep.join((str(commands), str(torch_alone(name) / "bin"), os.environ["PATH"]))
-    settings = {"PATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    session.run(str(commands / command), *arguments, env=settings, external=True, success_codes=success_codes)
+    told = {"PATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(settings or {})}
+    session.run(str(commands / command), *arguments, env=told, external=True, success_codes=success_codes)
 
 
 def environment(name: str) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LIST = ("-m", "shard_core", "list", "--json")
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -46,6 +49,16 @@ class Environment:
     def _pip(self, *arguments: str) -> None:
         pip = (sys.executable, "-m", "pip", "--python", self._python, "-q", "--disable-pip-version-check")
         succeed(run(ROOT, *pip, *arguments))
+
+
+@functools.cache
+def python_with(strategy: str) -> Path:
+    """Find the interpreter of the environment that has a strategy, among those that nox tells of."""
+    pythons = [Path(text) for text in os.environ.get("SHARD_PYTHONS", sys.executable).split(os.pathsep)]
+    for python in pythons:
+        if any(row["name"] == strategy for row in json.loads(succeed(run(ROOT, str(python), *LIST)))):
+            return python
+    raise LookupError(f"none of {pythons} has {strategy!r}; run these tests by python3 noxfile.py -s integration")
 
 
 def build_wheel(project: Path, home: Path) -> Path:

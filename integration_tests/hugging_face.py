@@ -35,6 +35,31 @@ def make(name: str) -> nn.Module:
                 intermediate_size=48,
             )
         )
+    if name == "qwen3":
+        return transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                intermediate_size=48,
+                tie_word_embeddings=True,
+            )
+        )
+    if name == "gpt_neox":
+        return transformers.GPTNeoXForCausalLM(
+            transformers.GPTNeoXConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                intermediate_size=48,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+            )
+        )
     assert name == "vit"
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(

@@ -73,11 +73,11 @@ class Page:
         return commands
 
     def table(self, *header: str) -> list[list[str]]:
-        """Give the rows of the table with this header, cells without backticks; none if there is no such table."""
+        """Give the rows of all tables with this header, cells without backticks; none if there is no such table."""
         lines = self.text.splitlines()
-        start = next((k for k, line in enumerate(lines) if _cells(line) == list(header)), len(lines))
-        rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
-        return [_cells(line) for line in rows]
+        starts = [place for place, line in enumerate(lines) if _cells(line) == list(header)]
+        tables = [itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :]) for start in starts]
+        return [_cells(line) for rows in tables for line in rows]
 
 
 def pages() -> list[Page]:

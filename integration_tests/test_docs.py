@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from backends import elsewhere
 from click.testing import CliRunner
 from pages import ROOT, page, pages
 
@@ -25,7 +26,8 @@ from shard_core.precision.policies import POLICIES
 from shard_core.strategy.engine import Engine
 
 EXAMPLE = "docs/examples/train_gpt.py"
-PRESENT = plugins.installed()
+#: Those of packages that live in environments of their own are told as well; their plugins reach no library.
+PRESENT = (*plugins.installed(), *elsewhere())
 #: Its code is put together step by step in test_write_a_backend.py.
 WALKED = "docs/tutorials/write-a-backend.md"
 
@@ -49,6 +51,10 @@ loader = torch.utils.data.DataLoader([{"tokens": torch.ones(8) * k} for k in ran
     "packages/shard-fsdp/README.md": """
 def train(strategy):
     assert strategy.world_size == 2
+""",
+    "packages/shard-tp/README.md": """
+def train(strategy):
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
 """,
 }
 
@@ -112,7 +118,8 @@ def test_commands_exist(each):
                 assert set(options(others)) - {"--"} <= set(example_options())
         else:
             assert Path(head).name in ("python", "torchrun"), head
-            assert {word for word in words if word.endswith(".py")} <= scripts
+            files = {word for word in words if word.endswith(".py")}
+            assert {file for file in files if not (ROOT / file).is_file()} <= scripts
 
 
 def test_the_tutorial_tells_every_option_of_the_example():
@@ -128,15 +135,17 @@ def test_strategies_are_those_that_shard_list_shows(name):
 
 def test_backends_tell_what_they_can_be_told():
     places = [each for each in pages() if each.name.startswith("docs/backends/")]
-    told = [row for each in places for row in each.table("option", "default", "what it is")]
-    known = [option for each in PRESENT for option in each.info.options]
-    assert sorted(told) == sorted([option.name, str(option.default), option.help] for option in known)
+    told = {tuple(row) for each in places for row in each.table("option", "default", "what it is")}
+    known = {(option.name, str(option.default), option.help) for each in PRESENT for option in each.info.options}
+    assert told == known
 
 
 def test_capabilities_are_those_that_strategies_declare():
-    names = ["single", "ddp", "fsdp"]
+    declared = {each.name: each.info.capabilities for each in PRESENT if each.info}
+    header = next(line for line in page("docs/backends/index.md").text.splitlines() if line.startswith("| capability"))
+    names = re.findall(r"`(\w+)`", header)
+    assert sorted(names) == sorted(declared)
     told = page("docs/backends/index.md").table("capability", *names)
-    declared = {name: plugins.find(name).capabilities for name in names}
     assert told == [[each.name, *("yes" if each in declared[name] else "no" for name in names)] for each in Capability]
 
 

@@ -204,3 +204,12 @@ def test_what_is_not_declared_does_not_stand_in_the_way_of_the_rest(capability: 
         for _ in range(2):
             strategy.backward(loss_of(module), module)
             assert strategy.optimizer_step(optimizer)
+
+
+def test_a_context_that_does_nothing_needs_no_capability() -> None:
+    with get_strategy("lacks_defer_sync") as strategy:
+        module, _ = ready(strategy)
+        with strategy.no_backward_sync(module, enabled=False):
+            strategy.backward(loss_of(module), module)
+        with pytest.raises(MissingCapability, match="DEFER_SYNC"):
+            strategy.no_backward_sync(module)

@@ -70,7 +70,9 @@ def evaluate(strategy, model, loader):
 def generate(strategy, model, prompt, length):
     generator, text = torch.Generator().manual_seed(0), list(prompt.encode())
     for _ in range(length):
-        logits = model(strategy.batch_to_device(torch.tensor([text[-CONTEXT:]])))[0, -1].float().cpu()
+        seen = text[-CONTEXT:]
+        padded = torch.tensor([seen + [0] * (CONTEXT - len(seen))])  # one shape: engines that compile do so once
+        logits = model(strategy.batch_to_device(padded))[0].float().cpu()[len(seen) - 1]
         text.append(int(torch.multinomial(F.softmax(logits / 0.7, -1), 1, generator=generator)))
     return bytes(text).decode(errors="replace")
 

@@ -1,25 +1,27 @@
 """What our loop costs over a hand-written one: the same model, engine and steps, in rounds that take turns.
 
-Run it with ``python integration_tests/benchmarks/step_overhead.py``; it prints, for each engine, the median
-milliseconds per step of both loops and their ratio. Every round's ratio is taken between neighbours in
+Run it with ``python integration_tests/benchmarks/step_overhead.py``; it prints, for each engine that is installed, the
+median milliseconds per step of both loops and their ratio. Every round's ratio is taken between neighbours in
 time, so a machine that slows down slows both.
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import raw_loops
 import torch
 import torch.distributed as dist
+from raw_loops import Batch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
-from shard_core import get_strategy
+from shard_core import get_strategy, plugins
 
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 64, 4, 4, 64, 8
 
@@ -44,41 +46,47 @@ class GPT(nn.Module):
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What is compared.
+
+    Attributes:
+        strategy: Ours, by name.
+        raw: Makes the hand-written loop around a model.
+        options: What ours is told.
+    """
+
+    strategy: str
+    raw: Callable[[nn.Module], Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+ENGINES = {
+    "ddp": Engine(strategy="ddp", raw=raw_loops.RawDDP),
+    "fsdp root only": Engine(strategy="fsdp", raw=raw_loops.RawFSDP),
+    "fsdp per block": Engine(strategy="fsdp", raw=raw_loops.RawFSDPPerBlock),
+    "tp": Engine(strategy="tp", raw=raw_loops.RawTP, options={"tensor_parallel_size": raw_loops.RawTP.tensor_ranks}),
+    "tp unchecked": Engine(
+        strategy="tp",
+        raw=raw_loops.RawTP,
+        options={"tensor_parallel_size": raw_loops.RawTP.tensor_ranks, "check_batches": False},
+    ),
+    "deepspeed stage 1": Engine(strategy="deepspeed_stage_1", raw=raw_loops.RawDeepSpeed),
+    "deepspeed stage 2": Engine(strategy="deepspeed_stage_2", raw=raw_loops.RawDeepSpeedStage2),
+    "deepspeed stage 3": Engine(strategy="deepspeed_stage_3", raw=raw_loops.RawDeepSpeedStage3),
+}
+
+
+def batches(count: int, rank: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(rank)
     texts = [torch.randint(256, (BATCH, CONTEXT + 1), generator=generator) for _ in range(count)]
     return [(text[:, :-1], text[:, 1:]) for text in texts]
-
-
-class Raw:
-    """What people write by hand with DistributedDataParallel or ``fully_shard``."""
-
-    def __init__(self, engine: str) -> None:
-        torch.manual_seed(0)
-        module = GPT()
-        self.parameters = list(module.parameters())
-        if engine == "ddp":
-            self.model: Any = DistributedDataParallel(module, gradient_as_bucket_view=True)
-        else:
-            if engine == "fsdp per block":
-                for block in module.blocks:
-                    fully_shard(block)
-            self.model = fully_shard(module)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-
-    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-        loss = self.model(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
 
 
 class Ours:
     """The loop of the README."""
 
-    def __init__(self, engine: str, strategy: Any) -> None:
+    def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
         strategy.seed_everything(0)
         with strategy.module_init_context():
@@ -86,7 +94,7 @@ class Ours:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.model, (self.optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
 
-    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    def step(self, batch: Batch) -> float:
         loss = self.model(*batch)
         self.strategy.backward(loss, self.model)
         self.strategy.clip_gradients_norm(self.model, self.optimizer, 1.0)
@@ -95,7 +103,7 @@ class Ours:
         return loss.item()
 
 
-def timed(loop: Raw | Ours, data: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+def timed(loop: Any, data: list[Batch]) -> tuple[float, float]:
     """Run the steps and return the milliseconds per step of the slowest rank, and the last loss."""
     dist.barrier()
     started = time.perf_counter()
@@ -109,8 +117,9 @@ def timed(loop: Raw | Ours, data: list[tuple[torch.Tensor, torch.Tensor]]) -> tu
 def compare(strategy: Any, engine: str, rounds: int, steps: int) -> tuple[float, float, float, float]:
     """Return raw and our median milliseconds per step, the median ratio, and how far the last losses differ."""
     torch.set_num_threads(1)
-    loops = Raw(engine), Ours(engine, strategy)
-    data = batches(steps)
+    torch.manual_seed(0)
+    loops = ENGINES[engine].raw(GPT()), Ours(strategy)
+    data = batches(steps, strategy.distributed_sampler_kwargs["rank"])
     for loop in loops:
         timed(loop, data[:5])
     pairs, losses = [], (0.0, 0.0)
@@ -126,13 +135,16 @@ def compare(strategy: Any, engine: str, rounds: int, steps: int) -> tuple[float,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    there = {each.name for each in plugins.installed() if not each.problem}
+    found = [name for name, engine in ENGINES.items() if engine.strategy in there]
+    parser.add_argument("--engines", nargs="+", choices=found, default=found, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--devices", type=int, default=2)
     args = parser.parse_args()
     table = Table("engine", "raw ms", "ours ms", "ratio", "losses differ by")
-    for engine in ("ddp", "fsdp root only", "fsdp per block"):
-        strategy = get_strategy(engine.split()[0], devices=args.devices)
+    for engine in args.engines:
+        strategy = get_strategy(ENGINES[engine].strategy, devices=args.devices, **ENGINES[engine].options)
         result = strategy.launch(compare, engine, args.rounds, args.steps)
         assert result is not None
         raw, ours, ratio, apart = result

@@ -1,5 +1,7 @@
 """Private names of torch that this distribution leans on, with the versions they were checked on and when they can go.
 
+All of them are there, and the same, in torch 2.9.0.
+
 ``FakeTensorMode`` and what belongs to it: tensors that have a shape, a dtype and a CPU device but no values. Checked on
 torch 2.13.0. They can go when torch documents fake tensors; the ``meta`` device is no substitute, since libraries skip
 their initialisation on it.
@@ -25,6 +27,10 @@ our own would need another open port, and would die with rank 0 while others sti
 ``torch.compile(module)`` and ``torch.compile(module.forward)`` leave on a module. Checked on torch 2.13.0. They can go
 when torch tells what is compiled; importing its compiler only to ask takes seconds.
 
+``DistributedDataParallel`` without ``forward_sync_buffers`` (torch 2.9.0): the buffers it sends before each forward
+count as changed in place, so that one backward cannot follow two forwards. They are sent beside it. It can go when
+that torch is no longer supported.
+
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch tells it in public.
 """
@@ -33,6 +39,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,6 +58,7 @@ __all__ = [
     "NEEDS_VALUES",
     "FakeTensor",
     "FakeTensorMode",
+    "buffers_sent_count_as_changed",
     "default_store",
     "forget_tensors",
     "identity",
@@ -63,6 +71,12 @@ __all__ = [
 
 #: What ``FakeTensorMode`` raises for an operation whose result depends on values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@functools.cache
+def buffers_sent_count_as_changed() -> bool:
+    """Tell whether DistributedDataParallel's messages spoil what earlier forwards saved for backward."""
+    return "forward_sync_buffers" not in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
 
 
 def default_store() -> dist.Store:

@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shard_core.errors import SetupError
+from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.recording import Recording, record
 from shard_core.precision.dtypes import dtype_named
@@ -20,6 +20,7 @@ from shard_core.replicas import AveragedScalars, send_values
 from shard_core.units import Unit, find_units, num_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from shard_core.collectives.interface import Collectives
@@ -99,7 +100,7 @@ class FullySharding:
         if self._leaves_parameters:
             self._refuse_unset(module)
         self._scalars[module] = AveragedScalars(module)
-        _NoInferenceMode(module)
+        NoInferenceMode(module)
 
     @contextlib.contextmanager
     def deferred(self, module: torch.nn.Module) -> Iterator[None]:
@@ -162,33 +163,3 @@ class FullySharding:
             handle.remove()
 
         handle = module.register_forward_pre_hook(check, prepend=True)
-
-
-class _NoInferenceMode:
-    """Runs a module's forward without gradients, but not in inference mode, where the caller is in it.
-
-    The memory that whole parameters are gathered into outlives the forward that first needed it; made in
-    inference mode, no later forward could train with it.
-
-    Args:
-        module: What users call.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._entered: list[contextlib.ExitStack] = []
-        module.register_forward_pre_hook(self._enter, prepend=True)
-        module.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        del module, args
-        contexts = contextlib.ExitStack()
-        if torch.is_inference_mode_enabled():
-            # Leaving inference mode turns gradients on.
-            contexts.enter_context(torch.inference_mode(mode=False))
-            contexts.enter_context(torch.no_grad())
-        self._entered.append(contexts)
-
-    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        del module, args, output
-        if self._entered:
-            self._entered.pop().close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,12 @@ class ParameterNames:
         """Iterate over the parameters, each once."""
         return (parameter for parameter, _ in self._owners.values())
 
-    def repoint(self, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
+    def repoint(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        module: nn.Module | Mapping[str, torch.Tensor],
+        lay_out: Callable[[torch.Tensor, Any], Any] | None = None,
+    ) -> None:
         """Make optimizers step the parameters a module has now instead of those it had.
 
         Groups, hyper-parameters and learning-rate schedulers stay what they are: the lists in the
@@ -72,12 +77,19 @@ class ParameterNames:
 
         Args:
             optimizers: Optimizers made over the parameters the module had, or over those it has.
-            module: The same module, with new parameters under the old names.
+            module: The same module, with new parameters under the old names; or those parameters by these
+                names, where wrappers in the module hide them.
+            lay_out: Lays a value of optimizer state out like its new parameter; None for ``laid_out_like``.
 
         Raises:
             SetupError: If an optimizer holds a parameter the module did not have.
         """
-        now = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+        now: Mapping[str, torch.Tensor] = (
+            {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+            if isinstance(module, nn.Module)
+            else module
+        )
+        lay_out = lay_out or laid_out_like
         current = {id(parameter): parameter for parameter in now.values()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -88,7 +100,7 @@ class ParameterNames:
                 for old, new in replaced:
                     if old in optimizer.state:
                         optimizer.state[new] = {
-                            slot: laid_out_like(new, value) for slot, value in optimizer.state.pop(old).items()
+                            slot: lay_out(new, value) for slot, value in optimizer.state.pop(old).items()
                         }
 
     def _known(self, parameter: torch.Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,9 @@ import torch
 
 if TYPE_CHECKING:
     from shard_core.coordinator import Coordinator
+
+#: The version of the state that ``random.getstate`` returns, since Python 3.2.
+_PYTHON_VERSION = 3
 
 
 def seed_everything(seed: int) -> None:
@@ -78,3 +81,43 @@ def part_ways(data_rank: int) -> None:
     """
     if data_rank > 0:
         torch.manual_seed(derived_seed(torch.initial_seed(), data_rank))
+
+
+def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Take down where this process's generators stand, of Python, NumPy, torch and a CUDA device.
+
+    Args:
+        device: This rank's.
+
+    Returns:
+        Tensors by generator, in host memory, of the same shapes on every rank.
+    """
+    _, words, gauss = random.getstate()
+    mersenne = np.random.get_state(legacy=False)
+    keys, position = mersenne["state"]["key"], mersenne["state"]["pos"]
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([*words, 0 if gauss is None else 1], dtype=torch.int64),
+        "python_gauss": torch.tensor([gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, mersenne["has_gauss"]], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([mersenne["gauss"]], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Put this process's generators where others stood.
+
+    Args:
+        states: What ``generator_states`` returned.
+        device: This rank's.
+    """
+    torch.set_rng_state(states["torch"])
+    *words, has_gauss = states["python"].tolist()
+    random.setstate((_PYTHON_VERSION, tuple(words), states["python_gauss"].item() if has_gauss else None))
+    *keys, position, cached = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, cached, states["numpy_gauss"].item()))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

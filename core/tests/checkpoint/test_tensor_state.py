@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from single_rank import load, save, state_of
 from torch import nn
 
+from shard_core.checkpoint.box import tiling_flaw
+from shard_core.checkpoint.shard import FlatPart
+from shard_core.checkpoint.state import Slot
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.errors import CheckpointError, CheckpointMismatch
 
@@ -175,3 +180,68 @@ def test_views_in_any_memory_order_round_trip(tmp_path):
     save(tmp_path / "checkpoint", convolution)
     load(tmp_path / "checkpoint", other)
     assert torch.equal(convolution.weight, other.weight)
+
+
+def flat(
+    module: nn.Module, optimizer: torch.optim.Optimizer, cuts: dict[str, tuple[int, int]], rank: int
+) -> TensorState:
+    """Let an optimizer step a run of each parameter, and describe what this rank then has."""
+    parts = {}
+    for name, parameter in module.named_parameters():
+        start, stop = cuts[name]
+        values = nn.Parameter(parameter.detach().flatten()[start:stop].clone())
+        parts[parameter] = FlatPart(shape=tuple(parameter.shape), start=start, values=values)
+    for group in optimizer.param_groups:
+        group["params"][:] = [parts[parameter].values for parameter in group["params"]]
+    return TensorState({"model": module}, {"optimizer": optimizer}, rank=rank, world_size=2, flat_part=parts.get)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.scalar = nn.Parameter(torch.tensor(7.0))
+
+
+def test_flat_parts_tile_the_parameters_and_their_state() -> None:
+    shards: dict[str, list[Any]] = {}
+    for rank, cuts in enumerate(({"matrix": (0, 4), "scalar": (0, 0)}, {"matrix": (4, 6), "scalar": (0, 1)})):
+        module = Whole()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        state = flat(module, optimizer, cuts, rank)
+        for group in optimizer.param_groups:
+            for part in group["params"]:
+                part.grad = part.detach().clone()
+        optimizer.step()
+        for shard in state.shards():
+            shards.setdefault(shard.key, []).append(shard)
+        (record,) = state.optimizers().values()
+        assert [group["params"] for group in record.groups] == [["matrix", "scalar"]]
+        assert {name: sorted(slots) for name, slots in record.scalars.items()} == {
+            "matrix": ["step"],
+            "scalar": ["step"],
+        }
+    assert sorted(shards) == sorted(
+        [
+            "model.matrix",
+            "model.scalar",
+            *(f"optim.{n}.{s}" for n in ("matrix", "scalar") for s in ("exp_avg", "exp_avg_sq")),
+        ]
+    )
+    for key, parts in shards.items():
+        filled = [part for part in parts if part.view.numel() and part.write]
+        shape = (2, 3) if "matrix" in key else ()
+        assert all(part.shape == shape for part in parts)
+        boxes = [(part.box.offsets, part.box.sizes) for part in filled]
+        offsets, sizes = (np.array([each[k] for each in boxes]).reshape(len(boxes), len(shape)) for k in (0, 1))
+        assert tiling_flaw(shape, offsets, sizes) is None, key
+
+
+def test_room_for_state_of_a_flat_part_is_of_its_size() -> None:
+    module = Whole()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    state = flat(module, optimizer, {"matrix": (1, 5), "scalar": (0, 1)}, 0)
+    slot = {"module": "model", "slot": "exp_avg", "dtype": torch.float32}
+    state.prepare_load([Slot(name="matrix", shape=(2, 3), parameter_shape=(2, 3), **slot)])
+    boxes = [(shard.box.offsets, shard.box.sizes) for shard in state.shards() if shard.key == "optim.matrix.exp_avg"]
+    assert boxes == [((0, 1), (1, 2)), ((1, 0), (1, 2))]

@@ -6,6 +6,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from shard_core.cli import checkpoint
 from shard_core.cli.main import VERBS, main
 
 
@@ -16,8 +17,8 @@ def test_help_names_every_verb():
 
 
 def test_every_verb_speaks_json():
-    for verb in ("list", "show", "doctor"):
-        assert "--json" in CliRunner().invoke(main, [verb, "--help"]).stdout
+    for verb in ("list", "show", "doctor", *(f"checkpoint {name}" for name in checkpoint.command.commands)):
+        assert "--json" in CliRunner().invoke(main, [*verb.split(), "--help"]).stdout
 
 
 def test_unknown_verb():

@@ -65,6 +65,19 @@ def linear():
     return torch.nn.Linear(4, 1)
 
 
+class Noisy(Net):
+    def forward(self, tokens, **more):
+        return super().forward(tokens, **more) + torch.rand(())
+
+
+def noisy():
+    return Noisy(), texts()
+
+
+def failing():
+    return 1 / 0
+
+
 def unseeded():
     model = linear()
     with torch.no_grad():
@@ -261,7 +274,7 @@ def test_a_loss_that_is_no_mean_is_not_the_strategys_fault(script, make_model, m
         ("drops_one", "embedding.weight", "(tied to head.weight)", "gradients"),
         ("half_a_norm", None, "The gradients are right and their norm is not", "gradient norm, step 1"),
         ("steps_twice", "embedding.weight", "so it is the step", "weight updates"),
-        ("thaws", "scale", "The update of 'scale' is the first that differs.", "weight updates"),
+        ("thaws", "scale", "The update of 'scale' differs.", "weight updates"),
     ],
 )
 def test_a_wrong_strategy_is_found_out(script, rogues, rogue, first, says, wrong):
@@ -298,6 +311,7 @@ def test_gradients_that_are_summed_over_ranks_are_named(script, rogues, monkeypa
         ("linear", ["--batch", "nothing"], "returns a model without a batch"),
         ("linear", ["--batch", "batch", "--loss", "not_finite"], "in plain PyTorch the loss is nan"),
         ("linear", ["--batch", "batch", "--loss", "square", "--optimizer", "identity"], "must return an optimizer"),
+        ("noisy", [], "forward draws random numbers, in eval mode too"),
         ("another", ["--batch", "batch", "--loss", "square"], "makes another model each time"),
     ],
 )
@@ -315,6 +329,14 @@ def test_what_the_users_functions_raise_is_shown_with_its_traceback(script):
     assert result.exit_code == 2
     assert "Traceback (most recent call last):" in result.stderr
     assert "Error: nothing could be compared: TypeError: identity() takes 1 positional argument" in result.stderr
+
+
+def test_a_traceback_begins_in_the_users_script(script):
+    result = parity(script, "failing")
+    assert result.exit_code == 2
+    first = result.stderr.partition("Traceback (most recent call last):")[2].strip().splitlines()[0]
+    assert first.startswith(f'File "{script}"')
+    assert "Error: nothing could be compared: ZeroDivisionError: division by zero" in result.stderr
 
 
 def test_a_batch_that_does_not_divide_gets_a_sentence(script):

@@ -12,8 +12,9 @@ import pytest
 SCRIPT = """
 import os, sys
 rank = os.environ["RANK"]
-print("rank", rank, "of", os.environ["WORLD_SIZE"], "on port", os.environ["MASTER_PORT"],
-      os.environ.get("SHARD_STRATEGY"), sys.argv[1:], flush=True)
+environ = f"of {os.environ['WORLD_SIZE']} on port {os.environ['MASTER_PORT']} {os.environ.get('SHARD_STRATEGY')}"
+# One write per line: torchrun's ranks are unbuffered and share stdout, where print's pieces would mix.
+sys.stdout.write(f"rank {rank} {environ} {sys.argv[1:]}\\n")
 sys.exit(5 if "fail" in sys.argv and rank == "1" else 0)
 """
 

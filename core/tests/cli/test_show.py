@@ -13,8 +13,10 @@ from shard_core.precision.policies import POLICIES
 from shard_core.run_options import RunOptions
 
 PLUGIN = """
+import dataclasses
 from shard_core.options import Option
 from shard_core.plugins import StrategyInfo, hookimpl
+from shard_core.precision.policies import POLICIES
 
 
 @hookimpl
@@ -23,7 +25,8 @@ def shard_strategy(name):
         name=name,
         summary="a toy",
         factory="toy:Toy",
-        precisions=("32-true", "fp8"),
+        precisions=("32-true", "fp8", "bf16-true"),
+        policies={"bf16-true": dataclasses.replace(POLICIES["bf16-true"], optimizer="float32")},
         options=(Option(name="stage", type="int", default=1, help="how far"),),
         presets={"stage": 3},
     )
@@ -83,6 +86,7 @@ def test_presets_are_the_defaults_of_a_name_and_a_problem_is_told(site):
     card = show("toy")
     assert card["options"] == [{"name": "stage", "type": "int", "default": 3, "help": "how far"}]
     assert card["precisions"][1] == {"name": "fp8"}
+    assert card["precisions"][2]["optimizer"] == "float32"  # its own table, not core's
     assert card["problem"] == "strategy 'toy' of shard-toy 1.0.0 cannot run here: libtoy is missing."
     shown = CliRunner().invoke(main, ["show", "toy"])
     assert shown.exit_code == 0

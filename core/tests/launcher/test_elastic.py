@@ -46,6 +46,11 @@ def start(*arguments, **options):
     )
 
 
+def ours(output):
+    """Leave out what torch 2.9's gloo prints whenever ranks connect."""
+    return "".join(line for line in output.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
+
+
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -69,7 +74,8 @@ def test_result_of_rank_0_and_nothing_left_behind(capfd, monkeypatch):
     assert result["threads"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert dict(os.environ) == environ
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert capfd.readouterr() == ("", "")
+    output, errors = capfd.readouterr()
+    assert (ours(output), errors) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +157,7 @@ print(ElasticLauncher(num_processes=2).launch(rank_functions.total, 1)["tensor"]
 """
     process = start("-c", source)
     output, errors = process.communicate(timeout=180)
-    assert (process.returncode, output, errors) == (0, "3.0\n", "")
+    assert (process.returncode, ours(output), errors) == (0, "3.0\n", "")
 
 
 def test_unguarded_script_gets_one_sentence(tmp_path):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
-from shard_core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
+from shard_core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, MissingCapability
 
 
 def ready(seed: int, **options: Any) -> Any:
@@ -47,6 +48,12 @@ def test_what_was_not_asked_for_is_returned(tmp_path: Path) -> None:
     assert again.load_checkpoint(tmp_path / "c") == {"model": None, "optimizer": None, "step": 7}
     with pytest.raises(CheckpointError, match="optimizer"):
         again.load_checkpoint(tmp_path / "c", {"optimizer": other["optimizer"]})
+
+
+def test_keys_of_the_strategys_own_are_refused(tmp_path: Path) -> None:
+    strategy, state = ready(0)
+    with pytest.raises(CheckpointError, match="keys that begin with 'shard_' are the strategy's own"):
+        strategy.save_checkpoint(tmp_path / "c", {**state, "shard_random": 1})
 
 
 def test_what_the_checkpoint_lacks_is_an_error_or_a_warning(tmp_path: Path) -> None:
@@ -88,3 +95,33 @@ def test_state_dicts_have_the_users_names() -> None:
     assert described["param_groups"][0]["params"] == ["weight", "bias"]
     assert described["state"]["bias"]["momentum_buffer"].shape == (2,)
     assert [name for name, _ in strategy.full_parameters(state["model"])] == ["weight", "bias"]
+
+
+def test_the_newest_of_a_run_is_found(tmp_path: Path) -> None:
+    strategy, state = ready(0)
+    assert strategy.latest_checkpoint(tmp_path / "run") is None
+    for step in (3, 2, 1):
+        strategy.save_checkpoint(tmp_path / "run" / str(step), {**state, "step": step})
+    (tmp_path / "run" / "died").mkdir()
+    (tmp_path / "run" / "died" / "model-00000-of-00001.safetensors").write_bytes(b"cut short")
+    assert strategy.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "1"
+    with pytest.raises(CheckpointError, match="is a URL"):
+        strategy.latest_checkpoint("s3://bucket/run")
+
+
+class Elsewhere(CheckpointIO):
+    """Storage of somebody who does not say what is the newest."""
+
+    def save(self, path: Any, state: Any, values: Any, **options: Any) -> SaveHandle:
+        """Keep nothing."""
+        return SaveHandle.finished(path)
+
+    def load(self, path: Any, state: Any, **options: Any) -> LoadedCheckpoint:
+        """Know nothing."""
+        return LoadedCheckpoint(values={}, information={})
+
+
+def test_storage_that_cannot_tell_the_newest_says_so() -> None:
+    strategy = get_strategy("single", checkpoint_io=Elsewhere())
+    with pytest.raises(MissingCapability, match="Elsewhere cannot tell which checkpoint in 'run' is the newest"):
+        strategy.latest_checkpoint("run")

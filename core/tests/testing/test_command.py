@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from shard_core.errors import RankFailed
+from shard_core.testing import Conformance
 from shard_core.testing.report import reason_of
+from shard_core.testing.rules import promises_of
 
 PLUGIN = """
 import dataclasses
@@ -62,6 +64,19 @@ def doubtful(site):
         modules={"doubtful_plugin": PLUGIN, "doubtful_strategy": STRATEGY},
     )
     return {"PYTHONPATH": str(site.folder)}
+
+
+def test_promises_are_listed():
+    done = kit("--list")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(promises_of(Conformance))
+    assert any(line.startswith("training.averages_gradients: ") for line in lines)
+
+
+def test_a_log_shows_signs_of_life():
+    done = kit("single", "--world-sizes", "1", "--promise", "trains_like_plain_pytorch")
+    assert "cases judged, next: trains_like_plain_pytorch" in done.stderr
 
 
 def test_kept_promises_are_status_0_and_json_stands_alone():
@@ -168,12 +183,13 @@ def test_a_rank_that_failed_is_told_by_its_last_exception(worlds):
 
 
 def test_of_ranks_that_hang_each_is_told_with_its_place(worlds):
+    worlds(2).run(dist.get_rank)
     with pytest.raises(RankFailed) as failure:
-        worlds(2).run(one_sleeps, timeout=3)
+        worlds(2).run(one_sleeps, timeout=6)
     told = reason_of(failure.value)
-    assert "rank 0 did not return within 3 s, in test_command.py, line " in told
+    assert "rank 0 did not return within 6 s, in test_command.py, line " in told
     assert "in waits" in told
-    assert "rank 1 did not return within 3 s" in told
+    assert "rank 1 did not return within 6 s" in told
     assert "in sleeps" in told
 
 

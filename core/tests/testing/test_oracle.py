@@ -187,3 +187,22 @@ def test_the_oracle_reaches_nothing_of_ours():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_distance_is_what_the_bounds_are_held_against():
+    truth = Trajectory(
+        losses=[2.0, 1.0], norms=[4.0, 0.0], weights={"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    )
+    mine = Trajectory(losses=[2.0, 1.5], norms=[5.0, 0.1], weights={"a": torch.tensor([3.0]), "b": torch.tensor([5.0])})
+    assert oracle.distance(truth, truth) == oracle.Distance(loss=0.0, norm=0.0, weights=0.0)
+    assert oracle.distance(mine, truth) == oracle.Distance(loss=0.5, norm=0.25, weights=0.2)
+    with pytest.raises(AssertionError, match="missing"):
+        oracle.distance(dataclasses.replace(mine, weights={}), truth)
+
+
+def test_loss_can_be_made_of_a_batch_of_any_shape():
+    batches = models.batches("plain", 2, _GLOBAL_BATCH)
+    make, make_optimizer = partial(models.make, "plain"), partial(models.make_optimizer, "sgd")
+    named = [{"inputs": inputs, "targets": targets} for inputs, targets in batches]
+    made = oracle.train(make, make_optimizer, named, loss_of=lambda model, batch: model(**batch))
+    assert made.losses == oracle.train(make, make_optimizer, batches).losses

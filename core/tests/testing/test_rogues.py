@@ -100,6 +100,7 @@ ROGUES = {
     "unknown_is_mean": Fault("wrong_operation_is_refused", ("collectives",)),
     # what is kept
     "drops_moments": Fault("moments_come_back", _CHECKPOINT),
+    "forgets_random_numbers": Fault("random_numbers_go_on", (*_CHECKPOINT, "training.randomness")),
     "groups_by_position": Fault("groups_come_back_by_name", _CHECKPOINT),
     "rounds_a_tensor": Fault("round_trip_is_bitwise", _CHECKPOINT),
     "one_size_only": Fault("loads_at_another_world_size", _CHECKPOINT, (1, 2)),
@@ -143,6 +144,16 @@ _SLOW = (
     "exit_code_is_zero",
 )
 
+#: Promises that take most of the kit's time; in the long run they judge those who start ranks, and the honest one.
+_SCRIPTS = (
+    "launch_returns_rank_zeros_result",
+    "joins_torchrun",
+    "failing_rank_is_reported",
+    "exit_code_is_zero",
+    "functions_that_cannot_travel_are_refused",
+    "compiled_modules_train",
+)
+
 
 def _when(rogue: str) -> tuple[pytest.MarkDecorator, ...]:
     return () if rogue in _ALWAYS else (pytest.mark.long,)
@@ -158,7 +169,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def long_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """Give what became of every promise under every rogue."""
-    trials = {name: Trial(suites=("",), world_sizes=fault.world_sizes) for name, fault in ROGUES.items()}
+    trials = {name: _long_trial(name) for name in ROGUES}
     trials["honest"] = Trial(suites=("",), world_sizes=(1, 2, 3))
     return judge(tmp_path_factory.mktemp("rogues"), trials, _LONG_SECONDS)
 
@@ -209,6 +220,12 @@ def _short_trial(rogue: str) -> Trial:
     fault = ROGUES[rogue]
     spared = tuple(name for name in _SLOW if name != fault.promise)
     return Trial(suites=fault.suites, spared=spared, world_sizes=fault.world_sizes)
+
+
+def _long_trial(rogue: str) -> Trial:
+    fault = ROGUES[rogue]
+    spared = () if "launcher" in fault.suites else _SCRIPTS
+    return Trial(suites=("",), spared=spared, world_sizes=fault.world_sizes)
 
 
 def _broken(outcomes: Mapping[str, str]) -> dict[str, str]:

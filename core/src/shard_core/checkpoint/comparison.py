@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shard_core.checkpoint.dtypes import dtype_code
 from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES, OptimizerRecord
+from shard_core.checkpoint.own_keys import OWN_KEYS
 from shard_core.errors import nearest
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TensorComparison:
         self._matches = matches
         self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
         self._claimed: set[str] = set()
+        self._told: set[str] = set()
         self.fitting: list[Fit] = []
         self.differences: list[str] = []
         self.unfit: set[tuple[str, str]] = set()
@@ -64,7 +66,7 @@ class TensorComparison:
             # State that was not there at the save is dropped at the load; nothing is missing.
             if not optimizer_state:
                 hint = nearest(shard.key, self._tensors) if len(self.differences) < _LISTED else ""
-                self.differences.append(f"{shard.key!r} is not in the checkpoint{hint}")
+                self._tell(shard, f"is not in the checkpoint{hint}")
             return
         self._claimed.add(stored)
         tensor = self._tensors[stored]
@@ -74,10 +76,16 @@ class TensorComparison:
             self.fitting.append(Fit(shard, stored, owner))
             return
         if here[1] != tensor.shape:
-            self.differences.append(f"{shard.key!r} has shape {shard.shape} here, {tensor.shape} in the checkpoint")
+            self._tell(shard, f"has shape {shard.shape} here, {tensor.shape} in the checkpoint")
         else:
-            self.differences.append(f"{shard.key!r} has dtype {here[0]} here, {tensor.dtype} in the checkpoint")
+            self._tell(shard, f"has dtype {here[0]} here, {tensor.dtype} in the checkpoint")
         self.unfit.add(owner)
+
+    def _tell(self, shard: TensorShard, difference: str) -> None:
+        """Note a difference of a tensor, once however many boxes of it are here."""
+        if shard.key not in self._told:
+            self._told.add(shard.key)
+            self.differences.append(f"{shard.key!r} {difference}")
 
     def finish(self, restored: set[tuple[str, str]]) -> None:
         """List what the checkpoint holds and nothing here asked for.
@@ -192,9 +200,10 @@ def missing_modules(modules: Iterable[str], matches: Mapping[str, ModuleMatch], 
 
 def missing_values(names: Iterable[str], manifest: Manifest) -> list[str]:
     """Say which of the values that are asked for the checkpoint does not hold."""
-    held = ", ".join(map(repr, sorted(manifest.values))) or "none"
+    users = sorted(name for name in manifest.values if not name.startswith(OWN_KEYS))
+    held = ", ".join(map(repr, users)) or "none"
     return [
-        f"the value {name!r} is not in the checkpoint{nearest(name, manifest.values)}; it holds: {held}"
+        f"the value {name!r} is not in the checkpoint{nearest(name, users)}; it holds: {held}"
         for name in sorted(names)
         if name not in manifest.values
     ]

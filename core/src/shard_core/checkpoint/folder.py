@@ -21,7 +21,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Find the newest committed checkpoint among a folder's subfolders.
 
     Saves that were never committed do not count; one whose manifest is damaged is passed over with a
-    warning. Call it on one rank and tell the others: shared file systems disagree between ranks.
+    warning. Among ranks use ``Strategy.latest_checkpoint``: shared file systems disagree between ranks.
 
     Args:
         folder: Where a run keeps its checkpoints.

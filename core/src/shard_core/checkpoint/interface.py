@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import os
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shard_core.errors import MissingCapability
+
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Mapping
 
     from shard_core.checkpoint.state import TrainingState
@@ -135,3 +137,20 @@ class CheckpointIO(abc.ABC):
             CheckpointMismatch: If checkpoint and state differ; nothing was changed.
             CheckpointCorrupted: If the files are not what was committed; nothing was changed.
         """
+
+    def latest(self, folder: str | os.PathLike[str]) -> Path | None:
+        """Find the newest committed checkpoint in a folder; called on rank 0 alone.
+
+        Args:
+            folder: Where a run keeps its checkpoints; one that does not exist yet holds none.
+
+        Returns:
+            The checkpoint's path, or None if there is none.
+
+        Raises:
+            MissingCapability: If this storage cannot tell.
+        """
+        raise MissingCapability(
+            f"{type(self).__name__} cannot tell which checkpoint in {os.fspath(folder)!r} is the newest; give "
+            "load_checkpoint the path of one, or let the class implement latest()."
+        )

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from shard_core.errors import CheckpointError
 from shard_core.parameters import plain_name
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.shard import FlatPart
+
+
+class NamedTensors(Protocol):
+    """The tensors of one module, known by the user's names for them, however an engine keeps them."""
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Give the name of this very tensor, or None if the module does not have it."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Give the shape of the whole tensor of a name."""
 
 
 class ModuleTensors:
@@ -17,16 +31,20 @@ class ModuleTensors:
     Args:
         owner: The user's name for the module, for messages.
         module: Any module; wrappers inside it leave no trace in the names.
+        flat_part: Tells which run of a tensor's elements this rank holds, where an engine keeps it flat.
 
     Attributes:
         tensors: Each tensor under the first of its names.
         aliases: The further names of tied tensors, and the first.
+        parts: What this rank holds of the tensors that are kept flat, by name.
 
     Raises:
         CheckpointError: If the module keeps state that is no tensor, or two tensors would share a name.
     """
 
-    def __init__(self, owner: str, module: nn.Module) -> None:
+    def __init__(
+        self, owner: str, module: nn.Module, flat_part: Callable[[torch.Tensor], FlatPart | None] | None = None
+    ) -> None:
         # Besides telling which buffers are persistent, this brings sharded parameters back that an engine
         # has put full ones in place of since the last forward.
         state = module.state_dict(keep_vars=True)
@@ -39,14 +57,24 @@ class ModuleTensors:
         kept = {id(value) for value in state.values()}
         self.tensors: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
+        self.parts: dict[str, FlatPart] = {}
         self._names: dict[int, str] = {}
         for name, tensor in _named(module):
             if isinstance(tensor, nn.Parameter) or id(tensor) in kept:
                 self._add(owner, name, tensor)
+        for name, tensor in self.tensors.items():
+            part = flat_part(tensor) if flat_part else None
+            if part is not None:
+                self.parts[name] = part
+                self._names[id(part.values)] = name
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Give the name of this very tensor, or None if the module does not have it."""
+        """Give the name of this very tensor, or of what is held of one; None if the module does not have it."""
         return self._names.get(id(tensor))
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Give the full shape of a tensor."""
+        return self.parts[name].shape if name in self.parts else tuple(self.tensors[name].shape)
 
     def _add(self, owner: str, name: str, tensor: torch.Tensor) -> None:
         if name in self.tensors or name in self.aliases:

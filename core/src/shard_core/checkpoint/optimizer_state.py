@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES, OptimizerReco
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.names import ModuleTensors
+    from shard_core.checkpoint.names import NamedTensors
     from shard_core.checkpoint.state import Slot
 
 _NAMES = frozenset({"params", "param_names"})
@@ -25,27 +25,38 @@ class OptimizerTensors:
         owner: The user's name for the optimizer, for messages.
         optimizer: Any torch optimizer whose state hangs on its parameters.
         modules: The modules whose parameters it may step, by the user's names for them.
+        zeros_like: Makes state of a parameter's layout, from it and a dtype.
 
     Raises:
         CheckpointError: If it steps parameters of none of the modules, or of several.
     """
 
-    def __init__(self, owner: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, ModuleTensors]) -> None:
+    def __init__(
+        self,
+        owner: str,
+        optimizer: torch.optim.Optimizer,
+        modules: Mapping[str, NamedTensors],
+        zeros_like: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
+    ) -> None:
+        self._zeros_like = zeros_like or (lambda parameter, dtype: torch.zeros_like(parameter.detach(), dtype=dtype))
         self._owner = owner
         self._optimizer = optimizer
         self.module = self._find_module(modules)
+        named = modules[self.module]
         self._parameters: dict[str, torch.Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._groups: list[list[str]] = []
         for place, group in enumerate(optimizer.param_groups):
             names = []
             for parameter in group["params"]:
-                name = modules[self.module].name_of(parameter)
+                name = named.name_of(parameter)
                 if name is None:
                     raise CheckpointError(
                         f"optimizer {owner!r}, group {place}, steps a parameter of shape {tuple(parameter.shape)} "
                         f"that module {self.module!r} does not have; give each module an optimizer of its own."
                     )
                 self._parameters[name] = parameter
+                self._shapes[name] = named.shape_of(name)
                 names.append(name)
             self._groups.append(names)
         self._made: dict[tuple[str, str], torch.Tensor] = {}
@@ -59,7 +70,7 @@ class OptimizerTensors:
         """Give (parameter's name, slot, tensor) for all state that is stored as tensors."""
         for name, parameter in self._parameters.items():
             slots = self._optimizer.state.get(parameter, {})
-            tensors = {slot: value for slot, value in slots.items() if _is_stored(slot, value, parameter)}
+            tensors = {slot: value for slot, value in slots.items() if self._is_stored(name, slot, value)}
             tensors |= {slot: value for (owner, slot), value in self._made.items() if owner == name}
             for slot in sorted(tensors):
                 yield name, slot, tensors[slot]
@@ -73,7 +84,7 @@ class OptimizerTensors:
         scalars: dict[str, dict[str, Any]] = {}
         for name, parameter in self._parameters.items():
             for slot, value in self._optimizer.state.get(parameter, {}).items():
-                if not _is_stored(slot, value, parameter):
+                if not self._is_stored(name, slot, value):
                     plain = value.to_local() if isinstance(value, DTensor) else value
                     scalars.setdefault(name, {})[slot] = plain
         groups = [
@@ -92,14 +103,14 @@ class OptimizerTensors:
         """Make tensors for state that the optimizer has not made; it gets them in ``restore``."""
         for slot in slots:
             parameter = self._parameters.get(slot.name)
-            if parameter is None or slot.module != self.module or slot.parameter_shape != tuple(parameter.shape):
+            if parameter is None or slot.module != self.module or slot.parameter_shape != self._shapes[slot.name]:
                 continue
             there = self._optimizer.state.get(parameter, {}).get(slot.slot)
-            if _is_stored(slot.slot, there, parameter):
+            if self._is_stored(slot.name, slot.slot, there):
                 continue
-            if slot.shape == tuple(parameter.shape):
-                self._made[slot.name, slot.slot] = torch.zeros_like(parameter.detach(), dtype=slot.dtype)
-            elif not isinstance(parameter, DTensor):
+            if slot.shape == slot.parameter_shape:
+                self._made[slot.name, slot.slot] = self._zeros_like(parameter, slot.dtype)
+            elif slot.parameter_shape == tuple(parameter.shape) and not isinstance(parameter, DTensor):
                 self._made[slot.name, slot.slot] = torch.zeros(slot.shape, dtype=slot.dtype, device=parameter.device)
 
     @torch.no_grad()
@@ -142,7 +153,11 @@ class OptimizerTensors:
         beside = bool(group.get("fused") or group.get("capturable"))
         return value.to(parameter.device) if beside else value.clone()
 
-    def _find_module(self, modules: Mapping[str, ModuleTensors]) -> str:
+    def _is_stored(self, name: str, slot: str, value: Any) -> bool:
+        """Tell tensors from scalars by their full shapes alone, so that every layout comes to the same answer."""
+        return isinstance(value, torch.Tensor) and (value.dim() > 0 or (not self._shapes[name] and slot != "step"))
+
+    def _find_module(self, modules: Mapping[str, NamedTensors]) -> str:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 for name, tensors in modules.items():
@@ -152,11 +167,6 @@ class OptimizerTensors:
             f"optimizer {self._owner!r} steps no parameter of any module in the state; put its module in too, and set "
             "both up together."
         )
-
-
-def _is_stored(slot: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Tell tensors from scalars by their full shapes alone, so that every layout comes to the same answer."""
-    return isinstance(value, torch.Tensor) and (value.dim() > 0 or (parameter.dim() == 0 and slot != "step"))
 
 
 def _in_place_of(before: Any, value: Any) -> Any:

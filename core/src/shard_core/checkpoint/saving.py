@@ -79,9 +79,7 @@ def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard]) -> No
             continue
         # Falling element sizes keep every tensor aligned; the sort is stable, so names stay in order.
         owned.sort(key=lambda shard: -shard.view.element_size())
-        entries = [
-            Entry(name=_name_in_file(shard), dtype=tensors[shard.key].dtype, shape=shard.box.sizes) for shard in owned
-        ]
+        entries = [Entry(name=shard.label, dtype=tensors[shard.key].dtype, shape=shard.box.sizes) for shard in owned]
         with TensorFileWriter(attempt.tensor_file(kind, rank), entries) as writer:
             for shard, begin in zip(owned, writer.begins, strict=True):
                 chunk = Chunk(file=len(files), begin=begin, box=shard.box, digests=writer.write(shard.view))
@@ -141,11 +139,3 @@ def write_full(attempt: Attempt, index: ChunkIndex) -> ChunkIndex:
 def _is_written(shard: TensorShard) -> bool:
     """Tell whether this rank saves a box; one without elements only if the tensor has none."""
     return shard.write and (shard.view.numel() > 0 or 0 in shard.shape)
-
-
-def _name_in_file(shard: TensorShard) -> str:
-    """Give a whole tensor its key, a part its key and extent, for other readers of the file."""
-    if shard.box == Box.whole(shard.shape):
-        return shard.key
-    extent = ",".join(f"{a}:{a + size}" for a, size in zip(shard.box.offsets, shard.box.sizes, strict=True))
-    return f"{shard.key}[{extent}]"

@@ -35,6 +35,30 @@ class TensorShard:
         """Which part of the full tensor it is."""
         return Box(self.offsets, tuple(self.view.shape))
 
+    @property
+    def label(self) -> str:
+        """The key of a whole tensor; of a part, the key and its extent."""
+        box = self.box
+        if box == Box.whole(self.shape):
+            return self.key
+        extent = ",".join(f"{a}:{a + size}" for a, size in zip(box.offsets, box.sizes, strict=True))
+        return f"{self.key}[{extent}]"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FlatPart:
+    """What of one parameter lives on this rank where an engine keeps parameters flat and cuts them anywhere.
+
+    Attributes:
+        shape: The full parameter's shape.
+        start: The first of its elements that is here, counted row by row.
+        values: The elements, flat and without padding; may be none. The very tensor an optimizer steps.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    values: torch.Tensor
+
 
 def shards_of_range(
     key: str, shape: Sequence[int], start: int, flat: torch.Tensor, write: bool = True

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import together
 from shard_core.checkpoint.commit import Attempt
 from shard_core.checkpoint.filtered_state import FilteredState
-from shard_core.checkpoint.folder import local_path, read_manifest
+from shard_core.checkpoint.folder import latest, local_path, read_manifest
 from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
 from shard_core.checkpoint.manifest import Manifest
 from shard_core.checkpoint.restoration import Restoration
+from shard_core.checkpoint.retention import Retention, retain
 from shard_core.checkpoint.saving import gather_parts, value_shards, write_full, write_rank
 from shard_core.checkpoint.state import KeySpace
 from shard_core.checkpoint.values import encode, encode_scalar
@@ -32,7 +34,18 @@ class ShardedCheckpointIO(CheckpointIO):
 
     With ``state_dict_type="full"`` the ranks' parts are joined into one safetensors file, a tensor at
     a time, before the checkpoint is committed.
+
+    Args:
+        retention: Which of the checkpoints in one folder stay when a save into it is committed; None for all.
     """
+
+    def __init__(self, *, retention: Retention | None = None) -> None:
+        if not isinstance(retention, Retention | None):
+            raise InvalidOption(f"retention is {retention!r}; give a Retention, or None to keep all checkpoints.")
+        self._retention = retention
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(retention={self._retention!r})"
 
     def save(
         self,
@@ -52,7 +65,7 @@ class ShardedCheckpointIO(CheckpointIO):
         save = _Save(path, _form(state_dict_type), coordinator)
         save.begin(state if filter is None else FilteredState(state, filter), values, information)
         save.write()
-        return save.commit()
+        return save.commit(self._retention)
 
     def load(
         self,
@@ -76,6 +89,10 @@ class ShardedCheckpointIO(CheckpointIO):
         together(coordinator, doing, lambda: restoration.prepare(answers[0][1]))
         together(coordinator, doing, restoration.fill)
         return restoration.loaded()
+
+    def latest(self, folder: str | os.PathLike[str]) -> Path | None:
+        """Find the newest committed checkpoint; see ``CheckpointIO.latest``."""
+        return latest(local_path(folder))
 
 
 class _Save:
@@ -114,12 +131,15 @@ class _Save:
             self._attempt.discard([rank])
             raise
 
-    def commit(self) -> SaveHandle:
-        """Let rank 0 make a checkpoint of what all have written."""
+    def commit(self, retention: Retention | None) -> SaveHandle:
+        """Let rank 0 make a checkpoint of what all have written, then remove what it makes superfluous."""
 
         def publish() -> None:
             if self._coordinator.rank == 0:
                 self._publish()
+                if retention is not None:
+                    # Before the others go on: they may next meet where nobody waits long for rank 0.
+                    retain(self._attempt.folder, retention)
 
         together(self._coordinator, self._doing, publish)
         return SaveHandle.finished(self._attempt.folder)

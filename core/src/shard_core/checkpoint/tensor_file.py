@@ -58,6 +58,11 @@ class Entry:
     shape: tuple[int, ...]
 
     @property
+    def item_bytes(self) -> int:
+        """How much room one element takes."""
+        return ITEM_SIZES[self.dtype]
+
+    @property
     def bytes(self) -> int:
         """How much room its elements take."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
@@ -192,6 +197,13 @@ def open_recorded(folder: Path, record: FileRecord) -> int:
             f"{record.path!r} has {length} bytes, but {record.bytes} were committed; it was cut short or replaced."
         )
     return descriptor
+
+
+def header_is_intact(descriptor: int, record: FileRecord) -> bool:
+    """Tell whether a file's header is the one that was written."""
+    (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+    header = os.pread(descriptor, 8 + min(length, record.bytes), 0)
+    return xxhash.xxh3_64_hexdigest(header) == record.digest
 
 
 class MappedFile:

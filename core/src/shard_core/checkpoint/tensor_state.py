@@ -1,13 +1,14 @@
-"""Training state made of plain tensors and DTensors: single devices, replicas, FSDP2, tensor parallelism."""
+"""Training state made of tensors: plain ones, DTensors, and flat parts of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.names import ModuleTensors
 from shard_core.checkpoint.optimizer_state import OptimizerTensors
 from shard_core.checkpoint.ownership import Ownership
+from shard_core.checkpoint.shard import FlatPart, TensorShard, shards_of_range
 from shard_core.checkpoint.state import KeySpace, Slot, TrainingState
 from shard_core.errors import CheckpointError
 
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shard_core.checkpoint.optimizer_record import OptimizerRecord
-    from shard_core.checkpoint.shard import TensorShard
 
 
 class TensorState(TrainingState):
-    """The state of modules whose parameters are plain tensors or DTensors.
+    """The state of modules whose parameters are plain tensors, DTensors or cut into flat parts.
 
-    A plain tensor is taken for a copy of what every other rank holds.
+    A plain tensor is taken for a copy of what every other rank holds. Of a parameter with a flat part, the part is
+    saved and filled in its stead, and so is the state of the optimizer that steps the part.
 
     Args:
         modules: Modules by the user's names.
@@ -30,6 +31,7 @@ class TensorState(TrainingState):
         rank: This rank.
         world_size: How many there are.
         mesh: The mesh of all ranks, needed where some tensors live on a part of it.
+        flat_part: Tells what this rank holds of a parameter that is cut flat over all ranks; None for others.
 
     Raises:
         CheckpointError: If names clash, or an optimizer steps what no module here has.
@@ -50,9 +52,10 @@ class TensorState(TrainingState):
         rank: int,
         world_size: int,
         mesh: DeviceMesh | None = None,
+        flat_part: Callable[[torch.Tensor], FlatPart | None] | None = None,
     ) -> None:
         self._rank, self._world_size, self._mesh = rank, world_size, mesh
-        self._modules = {key: ModuleTensors(key, module) for key, module in modules.items()}
+        self._modules = {key: ModuleTensors(key, module, flat_part) for key, module in modules.items()}
         self._keys = KeySpace(tuple(modules))
         self._optimizers = {
             key: OptimizerTensors(key, optimizer, self._modules) for key, optimizer in optimizers.items()
@@ -68,16 +71,17 @@ class TensorState(TrainingState):
     def shards(self) -> list[TensorShard]:
         """List this rank's part of every tensor, copies of replicas included."""
         ownership = Ownership(self._rank, self._world_size, self._mesh)
-        shards = [
-            ownership.shard(self._keys.parameter(module, name), tensor)
-            for module, tensors in self._modules.items()
-            for name, tensor in tensors.tensors.items()
-        ]
-        shards += [
-            ownership.shard(self._keys.slot(optimizer.module, name, slot), tensor)
-            for optimizer in self._optimizers.values()
-            for name, slot, tensor in optimizer.tensors()
-        ]
+        shards = []
+        for module, tensors in self._modules.items():
+            for name, tensor in tensors.tensors.items():
+                part = tensors.parts.get(name)
+                key = self._keys.parameter(module, name)
+                shards += _shards_of_part(key, part, part.values) if part else [ownership.shard(key, tensor)]
+        for optimizer in self._optimizers.values():
+            for name, slot, tensor in optimizer.tensors():
+                part = self._modules[optimizer.module].parts.get(name)
+                key = self._keys.slot(optimizer.module, name, slot)
+                shards += _shards_of_part(key, part, tensor) if part else [ownership.shard(key, tensor)]
         return shards
 
     def aliases(self) -> dict[str, str]:
@@ -115,3 +119,10 @@ class TensorState(TrainingState):
                         f"optimizers {other!r} and {key!r} both step {name!r}; its state can be kept for one of them "
                         "only, give the parameter to one."
                     )
+
+
+def _shards_of_part(key: str, part: FlatPart, values: torch.Tensor) -> list[TensorShard]:
+    """Describe a part of a parameter, or the state an optimizer keeps of it."""
+    # State of one element stands on every rank, and counts where the parameter's one element is.
+    flat = values.detach().reshape(-1)[: part.values.numel()]
+    return shards_of_range(key, part.shape, part.start, flat)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +13,7 @@ import xxhash
 
 from shard_core.checkpoint.folder import read_index, read_manifest
 from shard_core.checkpoint.manifest import FILE_NAME, Manifest
-from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord, open_recorded
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord, header_is_intact, open_recorded
 from shard_core.errors import CheckpointCorrupted, CheckpointNotFound
 
 if TYPE_CHECKING:
@@ -106,9 +105,7 @@ def _verify_file(folder: Path, record: FileRecord, rows: Iterator[_Row], damage:
         damage += [Damage(problem="its bytes are lost", file=record.path, tensor=row.key) for row in rows]
         return
     with open(descriptor, "rb", buffering=0) as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = os.pread(file.fileno(), 8 + min(length, record.bytes), 0)
-        if xxhash.xxh3_64_hexdigest(header) != record.digest:
+        if not header_is_intact(file.fileno(), record):
             damage.append(Damage(problem="the header is not the one that was written", file=record.path))
         for row in rows:
             for place, digest in enumerate(row.digests):

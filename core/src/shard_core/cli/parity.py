@@ -69,7 +69,7 @@ def command(context: click.Context, /, strategy: str, assignments: Sequence[tupl
         except ShardError as error:
             raise _Unusable(str(error)) from error
         except Exception as error:
-            click.echo("".join(traceback.format_exception(error)), err=True)
+            click.echo(_users_frames(error), err=True)
             raise _Unusable(f"nothing could be compared: {type(error).__name__}: {error}") from error
     if said["as_json"]:
         click.echo(json.dumps(_card(strategy, said, result), indent=2))
@@ -118,6 +118,16 @@ def _recipe(folder: str, said: dict[str, Any]) -> Recipe:
         train_mode=said["train_mode"],
         folder=folder,
     )
+
+
+def _users_frames(error: Exception) -> str:
+    """Format a traceback from the user's own frames on, if there are any: what called them is of no use there."""
+    from shard_core.testing.parity.script import is_script
+
+    told = traceback.TracebackException.from_exception(error)
+    first = next((place for place, frame in enumerate(told.stack) if is_script(frame.filename)), 0)
+    del told.stack[:first]
+    return "".join(told.format())
 
 
 @contextlib.contextmanager

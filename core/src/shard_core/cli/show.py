@@ -53,15 +53,15 @@ def _card(name: str) -> dict[str, Any]:
         "capabilities": [
             {"name": each.name, "promise": each.value} for each in Capability if each in info.capabilities
         ],
-        "precisions": [_precision(each) for each in info.precisions],
+        "precisions": [_precision({**POLICIES, **info.policies}, each) for each in info.precisions],
         "devices": list(info.devices),
         "options": _options(info.options, info.presets),
         "common_options": _options(options_of(RunOptions), {}),
     }
 
 
-def _precision(name: str) -> dict[str, Any]:
-    return dataclasses.asdict(POLICIES[name]) if name in POLICIES else {"name": name}
+def _precision(policies: Mapping[str, PrecisionPolicy], name: str) -> dict[str, Any]:
+    return dataclasses.asdict(policies[name]) if name in policies else {"name": name}
 
 
 def _options(options: Iterable[Option], presets: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -31,6 +31,8 @@ _OPS = {
 class ProcessGroupCollectives(Collectives):
     """Talks through torch.distributed: gloo between CPUs, NCCL between CUDA devices.
 
+    Tensors of devices that the backend does not reach travel through host memory.
+
     Args:
         backend: torch.distributed's backend; None chooses by the device.
         timeout: How long a collective of a training step may take.
@@ -100,7 +102,7 @@ class ProcessGroupCollectives(Collectives):
 
     def _reachable(self, tensor: torch.Tensor) -> torch.device:
         # NCCL alone carries nothing from host memory, where counts and flags live.
-        return self._device if dist.get_backend() == "nccl" else tensor.device
+        return self._device if dist.get_backend() == "nccl" else _carried_from(tensor)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Collect a tensor of the same shape from every rank."""
@@ -152,10 +154,16 @@ def _check_backend(backend: str) -> None:
             raise CollectiveError(f"torch has no process group backend {name!r} here{hint} it has: {', '.join(there)}.")
 
 
+def _carried_from(tensor: torch.Tensor) -> torch.device:
+    """Tell from where a backend takes a tensor: gloo and MPI know host memory and CUDA's, nobody else's."""
+    return tensor.device if tensor.device.type in ("cpu", "cuda", "xpu") else torch.device("cpu")
+
+
 def _gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    result = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    dist.all_gather(list(result.unbind(0)), tensor.detach().contiguous(), group=group)
-    return result
+    here = tensor.detach().to(_carried_from(tensor)).contiguous()
+    result = here.new_empty((dist.get_world_size(group), *here.shape))
+    dist.all_gather(list(result.unbind(0)), here, group=group)
+    return result.to(tensor.device)
 
 
 class _AllGather(torch.autograd.Function):
@@ -169,6 +177,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         group = ctx.group  # type: ignore[attr-defined]
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        there = _carried_from(gradients[0])
+        total = gradients[0].to(there, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
-        return total[dist.get_rank(group)], None
+        return total[dist.get_rank(group)].to(gradients[0].device), None

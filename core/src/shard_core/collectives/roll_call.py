@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from shard_core.errors import CollectiveError, MissingRank
+
+#: Numbers this process's connections. Ranks that leave and meet again find the keys of the last time still there.
+_connections = itertools.count()
 
 
 class RollCall:
@@ -80,7 +84,8 @@ def shared_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         timeout: How long to wait for the server.
 
     Returns:
-        A store that only this attempt of the job uses.
+        A store that only this attempt of the job uses, and this time that its ranks meet; every rank connects
+        equally often.
 
     Raises:
         MissingRank: If nobody serves the store.
@@ -102,4 +107,5 @@ def shared_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
             f"rank {rank} found nobody at {host}:{port} within {timeout.total_seconds():g} s; rank 0 must run "
             "on the host MASTER_ADDR names, and the port must be open between the hosts."
         ) from error
-    return dist.PrefixStore(f"shard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"shard/{restarts}/{next(_connections)}", store)

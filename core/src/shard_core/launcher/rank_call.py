@@ -12,13 +12,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from shard_core.launcher.report import DONE, FAILED, REFUSED, STARTED, Report
+from shard_core.launcher.report import DONE, FAILED, REFUSED, STARTED, Report, read_report
 
 # A rank that raises stays this long before it ends. So the launcher sees first a rank that died without
 # a word, and not the others, which raise because their peer hung up on them.
 LINGER_SECONDS = 0.5
 # How long a rank whose launcher is gone may use for its own clean-up.
 _ORPHAN_SECONDS = 5.0
+# The folder of the call that this process was started for, once it has begun.
+_begun: list[str] = []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,18 +50,35 @@ def run_rank(call: RankCall) -> bytes | None:
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
     rank = int(os.environ["RANK"])
     Report(rank=rank, state=STARTED).write(call.folder)
+    _begun.append(call.folder)
     try:
         result = _call(call)
     except KeyboardInterrupt:
         Report(rank=rank, state=FAILED, cause="was interrupted").write(call.folder)
         raise SystemExit(130) from None
     except BaseException as error:
-        Report(rank=rank, state=FAILED, cause=_cause(error), detail=_detail(error)).write(call.folder)
+        report_failure(error)
         time.sleep(LINGER_SECONDS)
         raise
     packed = _pack(result, call.folder) if rank == 0 else None
     Report(rank=rank, state=DONE).write(call.folder)
     return packed
+
+
+def report_failure(error: BaseException) -> None:
+    """Tell the launcher that started this process, if one did, what has failed; the same error only once.
+
+    To be called before anything is cleaned up: others raise as soon as their peer hangs up on them, and must not be
+    taken for the first.
+
+    Args:
+        error: What ended the user's function.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    for folder in _begun:
+        said = read_report(folder, rank)
+        if said is None or said.state != FAILED or said.cause != _cause(error):
+            Report(rank=rank, state=FAILED, cause=_cause(error), detail=_detail(error)).write(folder)
 
 
 def _call(call: RankCall) -> Any:

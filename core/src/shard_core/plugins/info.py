@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from shard_core.capability import Capability
     from shard_core.options import Option
+    from shard_core.precision.interface import PrecisionPolicy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class StrategyInfo:
         options: Its own keyword arguments, beyond those every strategy takes.
         max_ranks: How many ranks it runs on at most; None for any number.
         presets: Option values that this name stands for, e.g. ``{"stage": 2}``.
+        policies: Tables of its own for some of its precisions, by name, where the engine keeps other dtypes
+            than core's table says.
     """
 
     name: str
@@ -37,3 +40,4 @@ class StrategyInfo:
     options: tuple[Option, ...] = ()
     max_ranks: int | None = None
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    policies: Mapping[str, PrecisionPolicy] = dataclasses.field(default_factory=dict)

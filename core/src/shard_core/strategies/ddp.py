@@ -9,8 +9,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from shard_core._versions import buffers_sent_count_as_changed
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
@@ -80,6 +82,9 @@ class DDPStrategy(TorchEngine, Strategy):
             **_arguments(self.config),
         )
         wrapped.register_forward_hook(self._note_forward)
+        if self.config.broadcast_buffers and buffers_sent_count_as_changed():
+            send_values(module)
+            wrapped.register_forward_pre_hook(_send_buffers)
         self._trained[wrapped] = [(plain_name(name), p) for name, p in module.named_parameters() if p.requires_grad]
         return wrapped
 
@@ -125,6 +130,15 @@ class DDPStrategy(TorchEngine, Strategy):
 def _arguments(config: DDPConfig) -> dict[str, Any]:
     """Spell the options as this torch's DistributedDataParallel wants them."""
     arguments = dataclasses.asdict(config)
+    if buffers_sent_count_as_changed():
+        arguments["broadcast_buffers"] = False  # they are sent beside the wrapper
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers")
     return arguments
+
+
+def _send_buffers(module: torch.nn.Module, args: Any) -> None:
+    """Give every rank rank 0's buffers, unnoticed by backwards of earlier forwards, which may still read them."""
+    del args
+    for buffer in module.buffers():
+        dist.broadcast(buffer.data, src=0)

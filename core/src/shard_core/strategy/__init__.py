@@ -27,6 +27,8 @@ class Strategy(Remembering):
 
     def teardown(self) -> None:
         """Leave the other ranks and forget modules and optimizers; does nothing the second time."""
+        if self._placement is not None:
+            self.engine_teardown()
         self._registry.clear()
         self._mesh = None
         self._data = DataRanks(rank=0, size=1)

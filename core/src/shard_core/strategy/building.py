@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shard_core._versions import is_compiled
 from shard_core.capability import Capability
@@ -97,12 +98,14 @@ class Building(Starting):
             The same optimizer.
 
         Raises:
-            SetupError: If no module with its parameters was set up.
+            SetupError: If no module with its parameters was set up, or it has several groups of parameters whose
+                numbers of dims are no longer those of the user's.
         """
         known = self._registry.holder(optimizer)
         if known.optimizers:
             self._require(Capability.MULTIPLE_OPTIMIZERS)
         self._require_elementwise(optimizer)
+        known.check_groups(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
         known.optimizers[optimizer] = Accumulation()
         return optimizer
@@ -167,10 +170,13 @@ class Building(Starting):
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
+        shapes = _shapes(module)
         called = self.engine_setup(module, optimizers, names)
+        sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
         self.precision.check_module(module)
         if len(self._registry) == 0:
             part_ways(self.distributed_sampler_kwargs["rank"])
+            self.engine_seed(torch.initial_seed())
         any_entry = Capability.ENTRY_METHODS in self.info.capabilities
         self._registry.add(
             SetUpModule(
@@ -178,8 +184,9 @@ class Building(Starting):
                 callable=called,
                 names=names,
                 forward=ForwardPrecision(called, self.precision, self.root_device.type),
-                entry=None if any_entry else ForwardOnly(self.info.name, kind, module, called),
+                entry=None if any_entry else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
+                dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
             )
         )
         return called
@@ -187,7 +194,7 @@ class Building(Starting):
     def _require_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
         if Capability.ANY_OPTIMIZER in self.info.capabilities:
             return
-        reason = why_not_elementwise(optimizer, self.root_device)
+        reason = why_not_elementwise(optimizer, _compared_on(self.root_device))
         if reason is not None:
             kind = type(optimizer).__name__
             raise MissingCapability(
@@ -195,3 +202,13 @@ class Building(Starting):
                 f"element by element, such as AdamW, and {kind} is not known to, because {reason}; take another "
                 "optimizer, or a strategy that promises it."
             )
+
+
+def _compared_on(device: torch.device) -> torch.device:
+    """Choose where results can be compared bit for bit: compilers of whole graphs join operations as they see fit."""
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def _shapes(module: torch.nn.Module) -> list[tuple[int, ...]]:
+    """List the shapes of a module's parameters, in an order that does not depend on its wrappers."""
+    return sorted(tuple(parameter.shape) for parameter in module.parameters())

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 class Engine(abc.ABC):
     """The members a strategy's author writes; users call those of ``Strategy``, which call these.
 
-    Order of calls: ``engine_collectives``, ``engine_mesh``; then per module
+    Order of calls: ``engine_collectives``, ``engine_mesh``, ``engine_seed``; then per module
     ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an optimizer that
     comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients`` and
-    ``engine_step``; ``engine_state`` to save and load. Arguments were checked before.
+    ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were
+    checked before.
     """
 
     #: What is known of the strategy under the name it was asked for.
@@ -62,6 +63,30 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def engine_mesh(self) -> DeviceMesh | None:
         """Build the mesh of devices, now that ranks are connected; None if the engine has none."""
+
+    def engine_seed(self, seed: int) -> None:  # noqa: B027 - most engines have nothing to add
+        """Seed the generators that ``torch.manual_seed`` does not reach; by default there are none.
+
+        Called when the engine has started, when the user seeds, and when data ranks part ways.
+
+        Args:
+            seed: Torch's own, now.
+        """
+
+    def engine_random_state(self) -> torch.Tensor | None:
+        """Tell where the generator that ``engine_seed`` seeds stands; None if there is none to go on from.
+
+        Returns:
+            A tensor in host memory, of the same shape and dtype on every rank.
+        """
+        return None
+
+    def engine_set_random_state(self, state: torch.Tensor) -> None:  # noqa: B027 - most engines have none
+        """Put the generator where ``engine_random_state`` told that it, or that of an earlier run, stood.
+
+        Args:
+            state: What ``engine_random_state`` returned.
+        """
 
     @abc.abstractmethod
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
@@ -134,6 +159,10 @@ class Engine(abc.ABC):
             kwargs: What the user passed through.
         """
 
+    def engine_checkpoint_form(self) -> str | None:
+        """Say in which form checkpoints are written unless the user asks: an engine's option may tell; else None."""
+        return None
+
     @abc.abstractmethod
     def engine_state(
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
@@ -143,4 +172,10 @@ class Engine(abc.ABC):
         Args:
             modules: The user's modules by the user's keys.
             optimizers: Optimizers over them by the user's keys.
+        """
+
+    def engine_teardown(self) -> None:  # noqa: B027 - most engines hold nothing
+        """Let go of what was brought up for the modules; ranks are still connected, and perhaps out of step.
+
+        Nothing in here waits for another rank. An engine that holds nothing leaves this out.
         """

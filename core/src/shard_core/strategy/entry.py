@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 
 from shard_core._versions import in_backward
@@ -26,13 +25,16 @@ class ForwardOnly:
         kind: What the user calls the module's class.
         module: The user's module.
         called: What the user calls.
+        sharded: Whether a rank has only parts of the parameters.
     """
 
-    def __init__(self, strategy: str, kind: str, module: torch.nn.Module, called: torch.nn.Module) -> None:
+    def __init__(
+        self, strategy: str, kind: str, module: torch.nn.Module, called: torch.nn.Module, *, sharded: bool
+    ) -> None:
         self._strategy = strategy
         self._kind = kind
         self._running = 0
-        self._sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        self._sharded = sharded
         watched = [part for part in module.modules() if part is not called and self._watches(part)]
         # By identity: hooks are copied along with a module, and a copy of it is nobody's business here.
         self._watched = frozenset(map(id, watched))

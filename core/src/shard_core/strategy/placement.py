@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: Ranks on CPUs may outnumber the CPUs, in tests say, but a slip of the finger must not bring the host down.
 RANKS_PER_CPU = 8
 
+#: Device types whose devices each process numbers for itself, from 0: it sees no other's.
+_OWN_NUMBERS = ("xla",)
+
 
 class Placement:
     """What the run options come to on this host.
@@ -76,6 +79,8 @@ class Placement:
             return torch.device(self._options.parallel_devices[self.local_rank])
         if self.device_type == "cpu":
             return torch.device("cpu")
+        if self.device_type in _OWN_NUMBERS:
+            return torch.device(self.device_type, 0)
         return torch.device(self.device_type, self._indices[self.local_rank])
 
     def check_started(self) -> None:
@@ -98,7 +103,8 @@ class Placement:
                 f"devices={asked!r} asks for {len(self._indices)} ranks on this host, but {process.source} started "
                 f"{process.local_world_size}; leave devices='auto', or start as many as you ask for."
             )
-        if self.device_type != "cpu" and process.local_rank >= len(self._indices):
+        counted = self.device_type not in ("cpu", *_OWN_NUMBERS)
+        if counted and process.local_rank >= len(self._indices):
             raise LaunchError(
                 f"{process.source} started {process.local_world_size} ranks on this host, but it has "
                 f"{len(self._indices)} {self.device_type} devices; start at most one rank per device."

@@ -28,6 +28,7 @@ class SetUpModule:
         forward: Its forward's precision.
         entry: What holds users to its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
+        dims_changed: Whether setup has left parameters with other numbers of dims.
         deferring: Whether its backwards keep gradients on this rank just now.
         gradients_hidden: Whether the last backward did: an engine may show no ``.grad`` until the next sync.
     """
@@ -38,8 +39,30 @@ class SetUpModule:
     forward: ForwardPrecision
     entry: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
+    dims_changed: bool = False
     deferring: bool = False
     gradients_hidden: bool = False
+
+    def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse groups that may have been told apart by what setup has changed.
+
+        Engines may leave their tensors in the user's own parameters; whether an optimizer over those was made
+        before setup or after cannot be seen.
+
+        Args:
+            optimizer: Over the module's parameters as they were, or as they are.
+
+        Raises:
+            SetupError: If it has several groups of parameters as they are, and their dims are not the user's.
+        """
+        now = {id(parameter) for parameter in self.module.parameters()}
+        held = any(id(parameter) in now for group in optimizer.param_groups for parameter in group["params"])
+        if self.dims_changed and len(optimizer.param_groups) > 1 and held:
+            raise SetupError(
+                f"this {type(optimizer).__name__} has several groups of parameters that setup has flattened: whether "
+                "one was a matrix can no longer be seen, so groups may be wrong without a word; make the optimizer "
+                "before setup and give both to setup_module_and_optimizers(), or give it one group."
+            )
 
 
 class Registry:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shard_core.checkpoint.agreement import together
 from shard_core.checkpoint.assembly import full_tensors
 from shard_core.checkpoint.contents import Contents
+from shard_core.checkpoint.own_keys import OWN_KEYS, RANDOM_KEY
+from shard_core.errors import CheckpointError
+from shard_core.strategy.random_state import gather_random_state, take_up
 from shard_core.strategy.talking import Talking
 
 if TYPE_CHECKING:
-    import os
-
     from shard_core.checkpoint.interface import SaveHandle
+    from shard_core.checkpoint.state import TrainingState
 
 #: Under which key a checkpoint keeps the state of the precision: the gradient scaler's.
-PRECISION_KEY = "shard_precision"
+PRECISION_KEY = f"{OWN_KEYS}precision"
 
 
 class Remembering(Talking):
@@ -42,7 +48,7 @@ class Remembering(Talking):
                 values, by keys of your choice.
             storage_options: For the storage the path names.
             filter: Tells by its key, such as ``model.head.weight``, whether a tensor is written.
-            state_dict_type: ``"sharded"`` (the default) or ``"full"``.
+            state_dict_type: ``"sharded"`` (the default, unless an option of the strategy says other) or ``"full"``.
             blocking: Whether to return only when the checkpoint is complete.
 
         Returns:
@@ -57,7 +63,7 @@ class Remembering(Talking):
         return self.checkpoint_io.save(
             path,
             self.engine_state(contents.modules, contents.optimizers),
-            contents.values(),
+            {**contents.values(), RANDOM_KEY: self._random_state()},
             coordinator=self.collectives,
             information={
                 "strategy": self.info.name,
@@ -66,7 +72,7 @@ class Remembering(Talking):
             },
             storage_options=storage_options,
             filter=filter,
-            state_dict_type=state_dict_type,
+            state_dict_type=state_dict_type or self.engine_checkpoint_form(),
             blocking=blocking,
         )
 
@@ -78,7 +84,8 @@ class Remembering(Talking):
         Args:
             path: The folder.
             state: What to restore: modules, optimizers and stateful objects are filled in place, plain
-                values are replaced in the dict. None restores nothing and returns all values.
+                values are replaced in the dict. None restores nothing and returns all values. With an
+                optimizer among them the run goes on, and so do the random number generators.
             strict: Whether anything that differs or lacks is an error, before anything was touched.
 
         Returns:
@@ -99,7 +106,31 @@ class Remembering(Talking):
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
         left = contents.restore(loaded.values, into=state)
+        random = left.pop(RANDOM_KEY, None)
+        if random is not None and contents.optimizers:
+            self._take_up(random)
         return {**dict.fromkeys(loaded.remainder), **left}
+
+    def latest_checkpoint(self, folder: str | os.PathLike[str]) -> Path | None:
+        """Find the newest checkpoint of a run that was completed; every rank calls this.
+
+        Rank 0 alone looks, since ranks may see different things on a shared disk, and tells the others.
+
+        Args:
+            folder: What the run's checkpoints are in; one that does not exist yet holds none.
+
+        Returns:
+            The path to give to ``load_checkpoint``, the same on every rank; None if there is none.
+
+        Raises:
+            MissingRank: If a rank does not come within ``guard_timeout``.
+        """
+        self.barrier(f"latest_checkpoint of {folder}")
+
+        def look() -> Path | None:
+            return self.checkpoint_io.latest(folder) if self.is_global_zero else None
+
+        return together(self.collectives, f"looking for checkpoints in {os.fspath(folder)!r}", look)[0]
 
     def module_state_dict(self, module: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
         """Give a module's parameters and persistent buffers under the user's own names.
@@ -110,12 +141,12 @@ class Remembering(Talking):
                 is on this rank.
 
         Returns:
-            Tensors by name.
+            Tensors by name; one that stands here in several boxes under ``name[begin:end,...]``, box by box.
         """
         known = self._registry.of(module)
         state = self.engine_state({"model": known.module}, {})
         if not full:
-            return {shard.key.removeprefix("model."): shard.view for shard in state.shards()}
+            return {label.removeprefix("model."): view for label, view in _here(state)}
         whole = full_tensors(state, self.collectives)
         return {key.removeprefix("model."): tensor for key, tensor in whole if self.is_global_zero}
 
@@ -134,11 +165,7 @@ class Remembering(Talking):
         state = self.engine_state({"model": known.module}, {"optimizer": optimizer})
         record = state.optimizers()["optimizer"]
         slots: dict[str, dict[str, Any]] = {}
-        pairs = (
-            full_tensors(state, self.collectives, prefix="optim.")
-            if full
-            else ((shard.key, shard.view) for shard in state.shards())
-        )
+        pairs = full_tensors(state, self.collectives, prefix="optim.") if full else _here(state)
         for key, tensor in pairs:
             if key.startswith("optim."):
                 name, _, slot = key.removeprefix("optim.").rpartition(".")
@@ -162,10 +189,37 @@ class Remembering(Talking):
         for key, tensor in full_tensors(state, self.collectives):
             yield key.removeprefix("model."), tensor
 
+    def _random_state(self) -> dict[str, Any]:
+        rank = self.distributed_sampler_kwargs["rank"]
+        return gather_random_state(self.collectives, self.root_device, rank, self.engine_random_state())
+
+    def _take_up(self, random: Mapping[str, Any]) -> None:
+        """Let the random number generators go on where those of a checkpoint stood."""
+        rank = self.distributed_sampler_kwargs["rank"]
+        seed, state = take_up(random, self.collectives, self.root_device, rank)
+        if state is None:
+            self.engine_seed(seed)
+        else:
+            self.engine_set_random_state(state)
+
     def _contents(self, state: Mapping[str, Any]) -> Contents:
+        for key in state:
+            if isinstance(key, str) and key.startswith(OWN_KEYS):
+                raise CheckpointError(
+                    f"the state has the key {key!r}; keys that begin with {OWN_KEYS!r} are the strategy's own, take "
+                    "another."
+                )
         unwrapped = {
             key: self.unwrap(value) if isinstance(value, torch.nn.Module) else value for key, value in state.items()
         }
         if self.precision.state_dict():
             unwrapped[PRECISION_KEY] = self.precision
         return Contents(unwrapped)
+
+
+def _here(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
+    """List what stands on this rank, by key; with extents where a tensor stands in several boxes."""
+    shards = state.shards()
+    boxes = Counter(shard.key for shard in shards)
+    for shard in shards:
+        yield shard.key if boxes[shard.key] == 1 else shard.label, shard.view

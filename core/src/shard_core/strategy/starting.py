@@ -13,6 +13,7 @@ from shard_core.checkpoint.sharded import ShardedCheckpointIO
 from shard_core.errors import InvalidOption, LaunchError, MissingCapability
 from shard_core.launcher.choice import choose_launcher
 from shard_core.launcher.environment import export
+from shard_core.launcher.rank_call import report_failure
 from shard_core.mesh import DataRanks
 from shard_core.options import check_names, options_of
 from shard_core.precision.build import build_precision
@@ -42,7 +43,10 @@ class Starting(Engine):
         check_names(f"strategy {self.info.name!r}", own, known)
         self.options = RunOptions(**{name: value for name, value in arguments.items() if name in common})
         self.config = self.config_type(**{**self.info.presets, **own})
-        self.precision = build_precision(self.options.precision)
+        precision = self.options.precision
+        self.precision = build_precision(
+            self.info.policies.get(precision, precision) if isinstance(precision, str) else precision
+        )
         chosen = self.options.collectives
         self.collectives = self.engine_collectives(chosen) if chosen is None or isinstance(chosen, str) else chosen
         self.checkpoint_io = self.options.checkpoint_io or ShardedCheckpointIO()
@@ -101,6 +105,7 @@ class Starting(Engine):
         self.collectives.connect(placement.rank, placement.world_size, placement.device)
         self._placement = placement
         self._mesh = self.engine_mesh()
+        self.engine_seed(torch.initial_seed())
         self._data = DataRanks.along(self._mesh, placement.rank, placement.world_size)
 
     @property
@@ -117,6 +122,11 @@ class Starting(Engine):
     def local_rank(self) -> int:
         """This process's place on its host, from 0."""
         return self._place.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks there are on this host."""
+        return self._place.local_ranks
 
     @property
     def world_size(self) -> int:
@@ -147,6 +157,8 @@ class Starting(Engine):
             seed: From 0 to 2**32 - 1.
         """
         seed_everything(seed)
+        if self._placement is not None:
+            self.engine_seed(seed)
 
     @property
     def _place(self) -> Placement:
@@ -166,4 +178,8 @@ class Starting(Engine):
 def _run(strategy: Any, function: Callable[..., T], *args: Any) -> T:
     """Run a user's function on this rank, between start and stop."""
     with strategy:
-        return function(strategy, *args)
+        try:
+            return function(strategy, *args)
+        except Exception as error:
+            report_failure(error)
+            raise

@@ -29,11 +29,13 @@ class Stepping(Building):
 
         Args:
             module: What setup returned.
-            enabled: False gives a context that does nothing.
+            enabled: False gives a context that does nothing, under every strategy.
         """
-        self._require(Capability.DEFER_SYNC)
         known = self._registry.of(module)
-        return self._deferring(known) if enabled else contextlib.nullcontext()
+        if not enabled:
+            return contextlib.nullcontext()
+        self._require(Capability.DEFER_SYNC)
+        return self._deferring(known)
 
     def backward(
         self,

@@ -37,6 +37,7 @@ class TestStrategy(Conformance):
 """
 _CAN_JUDGE = (0, 1)
 """The exit codes with which pytest ran tests: all passed, or some failed."""
+_LINES = 10
 _STYLES = {"kept": "green", "broken": "bold red", "refused": "dim", "not judged": "yellow"}
 
 
@@ -58,6 +59,19 @@ class _Sizes(click.ParamType[tuple[int, ...]]):
         return tuple(dict.fromkeys(int(word) for word in words))
 
 
+def _list(context: click.Context, param: click.Parameter, wanted: bool) -> None:  # noqa: ARG001 - click's signature
+    """Print every promise and leave."""
+    if not wanted or context.resilient_parsing:
+        return
+    _require_pytest()
+    from shard_core.testing.conformance import Conformance
+    from shard_core.testing.rules import promises_of
+
+    for each in promises_of(Conformance).values():
+        click.echo(f"{each.noun}.{each.name}: {each.sentence}")
+    context.exit()
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name")
 @click.option("--world-sizes", type=_Sizes(), default=(1, 2, 3), help="Numbers of ranks; 1,2,3 unless told.")
@@ -66,6 +80,7 @@ class _Sizes(click.ParamType[tuple[int, ...]]):
     "--option", "assignments", type=Assignment(), multiple=True, help="What the strategy is told; repeatable."
 )
 @click.option("--promise", "promises", multiple=True, help="Judge only this promise; repeatable.")
+@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print every promise.")
 @click.option("-v", "--verbose", is_flag=True, help="Also print the whole report of each broken promise.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of {promise, status, reason}.")
 @click.pass_context
@@ -105,8 +120,7 @@ def command(  # noqa: PLR0917 - click hands everything over by name
 
 def _check(info: StrategyInfo, world_sizes: tuple[int, ...], options: Mapping[str, Any]) -> tuple[int, ...]:
     """Find out what can be found out before any rank is started; return the sizes it can be judged at."""
-    if importlib.util.find_spec("pytest") is None:
-        raise _CannotRun("the kit runs on pytest, which is not installed; install shard-core[testing].")
+    _require_pytest()
     import torch
 
     from shard_core.selection import get_strategy
@@ -121,6 +135,11 @@ def _check(info: StrategyInfo, world_sizes: tuple[int, ...], options: Mapping[st
             f"--world-sizes a number up to that."
         )
     return sizes
+
+
+def _require_pytest() -> None:
+    if importlib.util.find_spec("pytest") is None:
+        raise _CannotRun("the kit runs on pytest, which is not installed; install shard-core[testing].")
 
 
 def _promise(text: str) -> str:
@@ -191,7 +210,14 @@ def _progress() -> Iterator[Any]:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("starting", total=None)
-            yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+
+            def on_case(name: str, done: int, total: int) -> None:
+                bar.update(task, description=name, completed=done, total=total)
+                # In a log, where no bar can move, a line now and then is the sign of life.
+                if bar.disable and (done * _LINES) // total > ((done - 1) * _LINES) // total:
+                    print(f"{done} of {total} cases judged, next: {name}", file=terminal, flush=True)
+
+            yield on_case
 
 
 def _print(name: str, sizes: Sequence[int], verdicts: Sequence[Verdict]) -> None:

@@ -33,8 +33,9 @@ class Trajectory:
 def train(
     make_model: Callable[[], torch.nn.Module],
     make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
-    batches: Sequence[tuple[Any, ...]],
+    batches: Sequence[Any],
     *,
+    loss_of: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None,
     accumulate: int = 1,
     clip: float | None = None,
     norm_type: float = 2.0,
@@ -44,10 +45,10 @@ def train(
     """Train one model on global batches.
 
     Args:
-        make_model: Builds the model; called right after the seed is set. ``model(*batch)`` is the mean
-            loss over the batch.
+        make_model: Builds the model; called right after the seed is set.
         make_optimizer: Builds the optimizer for it.
         batches: Global micro-batches, ``accumulate`` of them for each step.
+        loss_of: Makes the mean loss over a batch of model and batch; None calls ``model(*batch)``.
         accumulate: How many micro-batches one step averages over.
         clip: The largest gradient norm, or ``None`` for no clipping.
         norm_type: Which norm.
@@ -65,7 +66,7 @@ def train(
         total = 0.0
         for batch in batches[start : start + accumulate]:
             with _autocast(autocast_dtype):
-                loss = model(*batch) / accumulate
+                loss = (model(*batch) if loss_of is None else loss_of(model, batch)) / accumulate
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -78,6 +79,41 @@ def train(
         norms=norms,
         weights={name: tensor.clone() for name, tensor in model.state_dict().items()},
         optimizer_state=_state_by_name(model, optimizer),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How far a run is from the oracle's, in relative differences.
+
+    Attributes:
+        loss: The largest of any step's loss.
+        norm: The largest of any step's gradient norm.
+        weights: That of the final weights, all taken as one vector, in the Euclidean norm.
+    """
+
+    loss: float
+    norm: float
+    weights: float
+
+
+def distance(actual: Trajectory, expected: Trajectory) -> Distance:
+    """Measure what ``assert_same`` bounds.
+
+    Args:
+        actual: The run to judge.
+        expected: The oracle's, of as many steps.
+
+    Raises:
+        AssertionError: If names, shapes, dtypes or integers differ.
+    """
+    _assert_same_layout(actual.weights, expected.weights)
+    truths = {name: truth.double() for name, truth in expected.weights.items() if truth.is_floating_point()}
+    apart = math.hypot(*(_distance(actual.weights[name].double(), truth, 2.0) for name, truth in truths.items()))
+    return Distance(
+        loss=max(_relative(*pair) for pair in zip(actual.losses, expected.losses, strict=True)),
+        norm=max(_relative(*pair) for pair in zip(actual.norms, expected.norms, strict=True)),
+        weights=apart / math.hypot(*(_size(truth, 2.0) for truth in truths.values())),
     )
 
 
@@ -131,7 +167,7 @@ allowed 1e-06
     if len(actual) != len(expected):
         raise AssertionError(f"{what} has {len(actual)} steps, the oracle's has {len(expected)}")
     for step, (mine, truth) in enumerate(zip(actual, expected, strict=True)):
-        difference = abs(mine - truth) / abs(truth) if truth else abs(mine)
+        difference = _relative(mine, truth)
         if not difference <= bound and mine != truth:
             raise AssertionError(
                 f"{what} of step {step} is {mine!r}, the oracle's is {truth!r}: "
@@ -200,6 +236,10 @@ def _distance(mine: torch.Tensor, truth: torch.Tensor, order: float) -> float:
 
 def _size(tensor: torch.Tensor, order: float) -> float:
     return torch.linalg.vector_norm(tensor, order).item() if tensor.numel() else 0.0
+
+
+def _relative(mine: float, truth: float) -> float:
+    return abs(mine - truth) / abs(truth) if truth else abs(mine)
 
 
 def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
@@ -21,13 +22,14 @@ class RankProcess:
         rank: Its place in the world.
         size: How many ranks the world has.
         port: Where the world's store listens.
+        environment: Variables it is started with, beside this process's and those that place it.
 
     Attributes:
         rank: Its place in the world.
         connection: This end of the pipe to it.
     """
 
-    def __init__(self, rank: int, size: int, port: int) -> None:
+    def __init__(self, rank: int, size: int, port: int, environment: Mapping[str, str]) -> None:
         self.rank = rank
         self._folder = tempfile.TemporaryDirectory(prefix="shard-rank-", ignore_cleanup_errors=True)
         self._log = Path(self._folder.name) / "output.txt"
@@ -36,7 +38,7 @@ class RankProcess:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _COMMAND, str(theirs.fileno()), *sys.path],
-                env=os.environ | _environment(rank, size, port),
+                env={**os.environ, **environment, **_environment(rank, size, port)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TestFunction = TypeVar("TestFunction", bound=Callable[..., None])
 
 #: What the author of a test file may say about a strategy; ``strategy`` must be said.
-SETTINGS = ("strategy", "options", "world_sizes", "device", "known_failures")
+SETTINGS = ("strategy", "options", "world_sizes", "device", "environment", "patience", "known_failures")
 
 #: What Python itself writes into a class; anything else between underscores would change how the kit runs.
 _PYTHONS = frozenset(
@@ -174,6 +174,6 @@ def _check_known_failures(cls: Any, promises: Mapping[str, Promise]) -> None:
         )
     for name, reason in cls.known_failures.items():
         if name not in promises:
-            raise RuleBroken(f"{cls.__name__} excuses {name!r}, which is no promise{nearest(name, promises)}.")
+            raise RuleBroken(f"{cls.__name__} excuses {name!r}, which is no promise{nearest(name, promises) or '.'}")
         if not isinstance(reason, str) or not reason.strip():
             raise RuleBroken(f"{cls.__name__} excuses {name!r} without a reason; say why it fails.")

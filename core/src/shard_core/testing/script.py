@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 #: How long processes that are told to end may take.
@@ -38,12 +38,19 @@ class Outcome:
         return f"it {how}; it printed:\n{self.output}{self.errors}"
 
 
-def run_python(arguments: Sequence[str], *, folder: Path | None = None, timeout: float = 180.0) -> Outcome:
+def run_python(
+    arguments: Sequence[str],
+    *,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 180.0,
+) -> Outcome:
     """Run this interpreter with arguments, on this process's ``sys.path``.
 
     Args:
         arguments: A script and its arguments, or ``-m`` and a module.
         folder: The working directory; None for this process's.
+        environment: Variables to add to this process's.
         timeout: Seconds until it is ended, with whatever it started.
 
     Returns:
@@ -52,7 +59,9 @@ def run_python(arguments: Sequence[str], *, folder: Path | None = None, timeout:
     with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+        env=os.environ
+        | dict(environment or {})
+        | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

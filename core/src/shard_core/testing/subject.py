@@ -47,10 +47,12 @@ class Ranks:
     Args:
         world: The ranks.
         subject: The strategy.
+        patience: What time limits are multiplied by.
     """
 
-    def __init__(self, world: World, subject: Subject) -> None:
+    def __init__(self, world: World, subject: Subject, patience: float = 1.0) -> None:
         self._world = world
+        self._patience = patience
         self.subject = subject
 
     @property
@@ -64,7 +66,7 @@ class Ranks:
         Args:
             function: A function at the top of a module.
             args: Arguments that can be pickled.
-            timeout: Seconds until a rank that has not returned counts as hung.
+            timeout: Seconds until a rank that has not returned counts as hung, for a strategy that needs no patience.
 
         Returns:
             What the ranks returned, in rank order.
@@ -73,7 +75,7 @@ class Ranks:
             RankFailed: If a rank raised, died or hung.
             CapabilityRefused: If every rank raised ``MissingCapability``.
         """
-        answers = self._world.run(_attempt, function, self.subject, args, timeout=timeout)
+        answers = self._world.run(_attempt, function, self.subject, args, timeout=timeout * self._patience)
         refusals = [answer for answer in answers if isinstance(answer, _Refusal)]
         if not refusals:
             return answers

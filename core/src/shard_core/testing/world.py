@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import sys
 import time
+import types
+from collections.abc import Mapping
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +24,7 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
 """How long the other ranks may take once one has failed: they usually wait for it in vain."""
 _CHECK_SECONDS = 5.0
+_NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
 class World:
@@ -33,6 +36,7 @@ class World:
 
     Args:
         size: How many ranks.
+        environment: Environment variables they are started with, beside this process's.
 
     Example:
         A world is used as a context, or closed by hand; the fixture ``worlds`` does it for a session::
@@ -41,8 +45,9 @@ class World:
                 assert world.run(torch.distributed.get_rank) == [0, 1]
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, environment: Mapping[str, str] = _NOTHING) -> None:
         self.size = size
+        self._environment = environment
         self._ranks: list[RankProcess] = []
         self._store: TCPStore | None = None
 
@@ -101,7 +106,7 @@ class World:
 
         # The store stands in the parent, as torchrun's does: no rank's death takes it away.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._ranks = [RankProcess(rank, self.size, self._store.port) for rank in range(self.size)]
+        self._ranks = [RankProcess(rank, self.size, self._store.port, self._environment) for rank in range(self.size)]
         replies = _collect(self._ranks, _START_SECONDS)
         if any(reply is None or reply.error for reply in replies):
             report = _report(self._start, self._ranks, replies, _START_SECONDS)

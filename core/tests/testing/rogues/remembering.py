@@ -24,6 +24,16 @@ class DropsMoments(Rogue):
         return left
 
 
+class ForgetsRandomNumbers(Rogue):
+    """Lets random numbers go on as if nothing had been loaded."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
+        before = torch.get_rng_state()
+        left = self.inner.load_checkpoint(path, state, **more)
+        torch.set_rng_state(before)
+        return left
+
+
 class GroupsByPosition(Rogue):
     """Gives the first group the settings the first group had, whatever parameters either holds."""
 

@@ -177,5 +177,5 @@ class ComputesInFull(Rogue):
 class MixesInstead(Rogue):
     """Takes bf16-true and keeps parameters in float32."""
 
-    def __init__(self, *, precision: Any, **arguments: Any) -> None:
+    def __init__(self, *, precision: Any = "32-true", **arguments: Any) -> None:
         super().__init__(precision="bf16-mixed" if precision == "bf16-true" else precision, **arguments)

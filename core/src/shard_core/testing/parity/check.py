@@ -81,6 +81,7 @@ def check(
     numbers = _numbers(precision)
     initial = {name: weight.detach().to(numbers.parameter, copy=True) for name, weight in model.named_parameters()}
     recipe = dataclasses.replace(recipe, rate=_rate(recipe, initial, device))
+    _check_repeatable(recipe, device)
     batch = recipe.batch()
     truth = _plain(recipe, [batch], numbers, device)
     announce("the strategy")
@@ -119,6 +120,22 @@ def _rate(recipe: Recipe, initial: Mapping[str, torch.Tensor], device: torch.dev
     if not run.norms[0]:
         raise InvalidOption("in plain PyTorch no parameter gets a gradient other than 0; the loss depends on none.")
     return _FIRST_CHANGE * float(plain.norm_of(initial.values())) / run.norms[0]
+
+
+def _check_repeatable(recipe: Recipe, device: torch.device) -> None:
+    """Refuse a model that draws random numbers in eval mode: no two runs of it would be alike."""
+    if recipe.train_mode:
+        return
+    one, other = (
+        _plain(dataclasses.replace(recipe, steps=1, seed=seed), [recipe.batch()], plain.Numbers(), device).losses[0]
+        for seed in (recipe.seed, recipe.seed + 1)
+    )
+    if one != other:
+        raise InvalidOption(
+            f"in plain PyTorch the same weights and batch have the loss {one:.7g} after one seed and {other:.7g} after "
+            "another: forward draws random numbers, in eval mode too, so that no two runs could be compared; let it "
+            "draw them in training mode only."
+        )
 
 
 def _numbers(precision: str) -> plain.Numbers:

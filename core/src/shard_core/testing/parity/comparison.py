@@ -13,7 +13,7 @@ from shard_core.testing.parity.plain import Run, norm_of
 #: How far the strategy may be from plain PyTorch, in multiples of how far plain PyTorch is from itself.
 NOISE = 10.0
 #: What a parameter with a tiny gradient or update is measured by: this share of the model's typical one.
-_FLOOR = 0.01
+_FLOOR = 0.1
 #: How many roundings of a weight are no difference of its update.
 _ROUNDINGS = 4.0
 

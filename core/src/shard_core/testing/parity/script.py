@@ -63,8 +63,17 @@ class ScriptFunction:
         return found
 
 
+def is_script(filename: str) -> bool:
+    """Tell whether a file is one of the scripts that were loaded.
+
+    Args:
+        filename: As it stands in tracebacks.
+    """
+    return _module_name(Path(filename)) in sys.modules
+
+
 def _import(path: Path) -> Any:
-    name = f"shard_parity_{re.sub(r'[^0-9a-zA-Z_]', '_', str(path.with_suffix('')))}"
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -85,6 +94,10 @@ def _import(path: Path) -> Any:
             '`if __name__ == "__main__":`, and what it imports must be importable from here.'
         ) from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    return f"shard_parity_{re.sub(r'[^0-9a-zA-Z_]', '_', str(path.with_suffix('')))}"
 
 
 def _cause(error: BaseException) -> str:

@@ -95,9 +95,9 @@ def _where(row: Row, model: torch.nn.Module) -> str:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = [name for name, each in parameters.items() if each is parameters[first] and name != first]
     tied = f" (tied to {', '.join(names)})" if names else ""
-    count = f" of {len(row.differing)}" if len(row.differing) > 1 else ""
+    which = f"is the first of {len(row.differing)} that differ" if len(row.differing) > 1 else "differs"
     what = "gradient" if row.what == "gradients" else "update"
-    return f"The {what} of {first!r}{tied} is the first{count} that differs."
+    return f"The {what} of {first!r}{tied} {which}."
 
 
 def _not_a_mean(whole: Run, in_parts: InParts, model: torch.nn.Module, tolerance: float) -> str:

@@ -34,6 +34,12 @@ class Suite:
     #: The device type it is judged on; may be set.
     device: ClassVar[str] = "cpu"
 
+    #: Environment variables its ranks are started with; may be set.
+    environment: ClassVar[Mapping[str, str]] = {}
+
+    #: How many times longer than others its ranks may take, if its engine compiles, say; may be set.
+    patience: ClassVar[float] = 1.0
+
     #: Promises that are not kept yet, each with the reason; may be set. One that is kept after all fails.
     known_failures: ClassVar[Mapping[str, str]] = {}
 
@@ -54,6 +60,11 @@ class Suite:
         """How to get the strategy under test."""
         return Subject(name=self.strategy, options={"accelerator": self.device, **self.options})
 
+    def _other(self, strategy: str) -> Subject:
+        """Get another strategy for the same kind of device, or where it runs if not there."""
+        there = self.device in plugins.find(strategy).devices
+        return Subject(name=strategy, options={"accelerator": self.device if there else "cpu"})
+
     def sizes(self) -> tuple[int, ...]:
         """Return the numbers of ranks this strategy is judged at."""
         most = self.info.max_ranks
@@ -72,14 +83,15 @@ class Suite:
     @pytest.fixture
     def ranks(self, request: pytest.FixtureRequest, worlds: Worlds) -> Ranks:
         """Give the ranks of this case, with the strategy under test."""
-        return Ranks(worlds(request.param), self.subject)
+        return Ranks(worlds(request.param, self.environment), self.subject, self.patience)
 
     @pytest.fixture
     def ranks_of(self, worlds: Worlds) -> Callable[..., Ranks]:
         """Give a callable for other places: ``ranks_of(3)``, or ``ranks_of(2, "ddp")`` for another strategy."""
 
         def place(size: int, strategy: str | None = None) -> Ranks:
-            other = self.subject if strategy is None else Subject(name=strategy, options={"accelerator": self.device})
-            return Ranks(worlds(size), other)
+            if strategy is not None:
+                return Ranks(worlds(size), self._other(strategy), self.patience)
+            return Ranks(worlds(size, self.environment), self.subject, self.patience)
 
         return place

@@ -73,6 +73,57 @@ class Resume(Suite):
         oracle.assert_same_numbers("loss after the resumption", losses, whole[0][half:], 2e-6)
         oracle.assert_same_weights(weights, whole[2], 1e-5)
 
+    @promise(after=("same_seed_same_run", "resume_equals_uninterrupted"))
+    def test_random_numbers_go_on(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A resumed run draws what the uninterrupted run draws on each rank, as the saved generators stood.
+
+        Usual cause:
+            The states of the generators are not in the checkpoint, only rank 0's are, or something draws between
+            the load and the first step.
+        """
+        half = _STEPS // 2
+        whole = ranks.run(draws, _Leg(first=0, last=_STEPS))
+        ranks.run(draws, _Leg(first=0, last=half, save=tmp_path))
+        for rank, masks in enumerate(ranks.run(draws, _Leg(first=half, last=_STEPS, load=tmp_path))):
+            for step_number, (mask, expected) in enumerate(zip(masks, whole[rank][half:], strict=True)):
+                assert torch.equal(mask, expected), (
+                    f"rank {rank}: dropout of step {step_number} after the resumption is not the uninterrupted run's"
+                )
+
+
+class _Dropping(torch.nn.Module):
+    """Drops elements of what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(64))
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        dropped: torch.Tensor = self.dropout(inputs * self.scale)
+        return dropped
+
+
+def draws(subject: Subject, leg: _Leg) -> list[torch.Tensor]:
+    """Go one leg with dropout; give what each step dropped on this rank."""
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(
+            strategy, _Dropping, lambda module: torch.optim.SGD(module.parameters(), lr=0.1), seed=1 if leg.load else 0
+        )
+        state = {"model": model, "optimizer": optimizer}
+        if leg.load:
+            strategy.load_checkpoint(leg.load, state)
+        masks = []
+        for _ in range(leg.first, leg.last):
+            output = model(strategy.batch_to_device(torch.ones(8, 64)))
+            strategy.backward(output.mean(), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            masks.append(output.detach().cpu() != 0)
+        if leg.save:
+            strategy.save_checkpoint(leg.save, state)
+        return masks
+
 
 def saves_moments(subject: Subject, folder: Path) -> dict[str, tuple[Bits, Bits]]:
     """Save optimizer state and load it into others; give it before and after."""

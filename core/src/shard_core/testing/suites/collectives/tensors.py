@@ -182,7 +182,9 @@ def reduce_and_look_back(subject: Subject) -> tuple[bool, torch.Tensor, torch.Te
         given = _mine(strategy, torch.float32, 12)
         before = given.clone()
         result = strategy.all_reduce(given, reduce_op="sum")
-        return result.data_ptr() != given.data_ptr(), before.cpu(), given.cpu()
+        after = given.cpu().clone()
+        result.add_(1.0)
+        return torch.equal(given.cpu(), after), before.cpu(), after
 
 
 def reduce_mixed(subject: Subject) -> tuple[float, Any, Any]:

@@ -1,0 +1,69 @@
+"""Removing checkpoints, so that what is left of one is at no moment taken for a whole one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shard_core.checkpoint.commit import fsync_folder
+from shard_core.checkpoint.manifest import MANIFEST_NAME
+from shard_core.checkpoint.run_folder import is_telling, run_entry
+from shard_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.run_folder import RunEntry
+
+
+def remove_entry(entry: RunEntry) -> None:
+    """Remove all that a save made, the manifest before all else, and the folder.
+
+    Args:
+        entry: What stood there when somebody decided to remove it.
+
+    Raises:
+        CheckpointError: If something else stands there now, or something foreign, or the disk refuses.
+    """
+    _check_unchanged(entry)
+    if entry.foreign:
+        raise CheckpointError(f"{str(entry.path)!r} also holds {entry.foreign[0]!r}, which no save made; it stays.")
+    # What tells that a save was here goes last, so that what a kill leaves is known for leftovers.
+    names = sorted({*entry.files, *entry.leftovers} - {MANIFEST_NAME}, key=lambda name: (is_telling(name), name))
+    try:
+        if MANIFEST_NAME in entry.files:
+            (entry.path / MANIFEST_NAME).unlink(missing_ok=True)
+            # Else a loss of power could bring the manifest back, without the files it names.
+            fsync_folder(entry.path)
+        _unlink(entry.path, names)
+        entry.path.rmdir()
+    except OSError as error:
+        raise CheckpointError(f"{str(entry.path)!r} cannot be removed: {error.strerror or error}.") from error
+
+
+def remove_leftovers(entry: RunEntry) -> None:
+    """Remove what saves that died have left inside a checkpoint, which itself stays as it is.
+
+    Args:
+        entry: What stood there when somebody decided to clean it.
+
+    Raises:
+        CheckpointError: If something else stands there now, or the disk refuses.
+    """
+    _check_unchanged(entry)
+    try:
+        _unlink(entry.path, entry.leftovers)
+    except OSError as error:
+        raise CheckpointError(f"{str(entry.path)!r} cannot be cleaned: {error.strerror or error}.") from error
+
+
+def _check_unchanged(entry: RunEntry) -> None:
+    if run_entry(entry.path) != entry:
+        raise CheckpointError(f"{str(entry.path)!r} has changed since it was looked at; it stays as it is.")
+
+
+def _unlink(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(folder / name)

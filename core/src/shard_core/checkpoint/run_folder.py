@@ -1,0 +1,158 @@
+"""What stands in the folder of a run: committed checkpoints, damaged ones, and what saves that died left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shard_core.checkpoint.folder import read_manifest
+from shard_core.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, Manifest
+from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound
+
+_MANIFEST = re.compile(rf"{re.escape(MANIFEST_NAME)}(?:-[0-9a-f]{{12}})?")
+_OF_RANK = re.compile(r"[a-z]+-(\d+)-of-(\d+)[-.].*")
+#: Nobody else gives files such names; ``checkpoint.safetensors`` and a part of ``model`` may be others' weights.
+_TELLING = re.compile(r"(?:optim|state|part|index)[-.].*|[a-z]+-00000-of-.*|.*-[0-9a-f]{12}(?:\.safetensors)?")
+
+
+class Standing(enum.Enum):
+    """What a folder is; the value is the word people read."""
+
+    COMMITTED = "committed"
+    DAMAGED = "damaged"
+    UNCOMMITTED = "not committed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunEntry:
+    """One subfolder of a run's folder that a save made.
+
+    Attributes:
+        path: The subfolder.
+        standing: Whether it is a checkpoint.
+        attempt: The save that wrote it, if it is committed.
+        created: When it was committed, in nanoseconds since 1970, if it is.
+        step: The value that was saved as ``step``, if there was one.
+        files: The files that belong to it, with their lengths.
+        leftovers: Files of ours in it that no checkpoint names.
+        foreign: Names of what else is in it.
+        touched: When a file in it was last written, in seconds since 1970.
+    """
+
+    path: Path
+    standing: Standing
+    attempt: str | None
+    created: int | None
+    step: int | None
+    files: Mapping[str, int]
+    leftovers: Mapping[str, int]
+    foreign: tuple[str, ...]
+    touched: float
+
+    @property
+    def bytes(self) -> int:
+        """How much room its files take."""
+        return sum(self.files.values())
+
+
+def run_entries(folder: str | os.PathLike[str]) -> list[RunEntry]:
+    """List what saves have made in the folder of a run, the oldest first.
+
+    Args:
+        folder: Where a run keeps its checkpoints; other things in it are passed over.
+
+    Raises:
+        CheckpointNotFound: If there is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointNotFound(f"{str(folder)!r} {problem}; give the folder that a run keeps its checkpoints in.")
+    found = [run_entry(path) for path in sorted(folder.iterdir())]
+    return sorted((entry for entry in found if entry), key=lambda entry: (_time_of(entry), entry.path.name))
+
+
+def run_entry(path: Path) -> RunEntry | None:
+    """Describe one subfolder of a run's folder; None if no save made it as far as can be told, or it is gone.
+
+    A link is nobody's save, wherever it leads.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return None
+    ours: dict[str, int] = {}
+    foreign: list[str] = []
+    touched = 0.0
+    with contextlib.suppress(FileNotFoundError), os.scandir(path) as names:
+        for each in names:
+            if not is_ours(each.name) or not each.is_file(follow_symlinks=False):
+                foreign.append(each.name)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # a save that goes on renames and removes
+                status = each.stat(follow_symlinks=False)
+                ours[each.name] = status.st_size
+                touched = max(touched, status.st_mtime)
+    manifest, standing = _manifest(path, ours)
+    if manifest is None and not any(map(is_telling, ours)):
+        return None
+    kept = {MANIFEST_NAME, *(file.path for file in (*manifest.files, manifest.index))} if manifest else set(ours)
+    return RunEntry(
+        path=path,
+        standing=standing,
+        attempt=manifest.attempt if manifest else None,
+        created=manifest.created if manifest else None,
+        step=step_of(manifest) if manifest else None,
+        files={name: size for name, size in ours.items() if name in kept},
+        leftovers={name: size for name, size in ours.items() if name not in kept},
+        foreign=tuple(sorted(foreign)),
+        touched=touched,
+    )
+
+
+def is_ours(name: str) -> bool:
+    """Tell whether a save may have given a file this name; ranks are counted from 0, others count files from 1.
+
+    Example:
+        >>> is_ours("model-00000-of-00002.safetensors"), is_ours("model-00002-of-00002.safetensors")
+        (True, False)
+    """
+    numbered = _OF_RANK.fullmatch(name)
+    if numbered and int(numbered[1]) >= int(numbered[2]):
+        return False
+    return bool(FILE_NAME.fullmatch(name) or _MANIFEST.fullmatch(name))
+
+
+def is_telling(name: str) -> bool:
+    """Tell whether a file of this name shows by itself that a save was here.
+
+    Example:
+        >>> is_telling("optim-00001-of-00002.safetensors"), is_telling("model-00001-of-00002.safetensors")
+        (True, False)
+    """
+    return is_ours(name) and bool(_TELLING.fullmatch(name))
+
+
+def step_of(manifest: Manifest) -> int | None:
+    """Give the value that was saved as ``step``, if it is a whole number."""
+    step: Any = manifest.values.get("step")
+    return step if type(step) is int else None
+
+
+def _manifest(path: Path, names: Mapping[str, int]) -> tuple[Manifest | None, Standing]:
+    if MANIFEST_NAME not in names:
+        return None, Standing.UNCOMMITTED
+    try:
+        return Manifest.from_bytes(read_manifest(path)), Standing.COMMITTED
+    except CheckpointCorrupted:
+        return None, Standing.DAMAGED
+    except CheckpointNotFound as error:
+        raise CheckpointError(f"{str(path)!r} was changed while it was looked at; try again.") from error
+
+
+def _time_of(entry: RunEntry) -> float:
+    return entry.created / 1e9 if entry.created is not None else entry.touched

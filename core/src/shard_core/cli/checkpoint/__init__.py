@@ -1,0 +1,16 @@
+"""``shard checkpoint``: looking after checkpoints, whichever strategy wrote them; one module per verb."""
+
+from __future__ import annotations
+
+import click
+
+from shard_core.cli.checkpoint import compare, export, inspect, prune, verify
+
+
+@click.group(name="checkpoint")
+def command() -> None:
+    """Look after checkpoints."""
+
+
+for _verb in (compare, export, inspect, prune, verify):
+    command.add_command(_verb.command)

@@ -1,0 +1,44 @@
+"""The example trains under every installed strategy, unchanged, and comes to the same."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from environments import ROOT, SETTINGS, run, succeed
+
+from shard_core import plugins
+
+EXAMPLE = ROOT / "docs" / "examples" / "train_gpt.py"
+STEPS = 3
+INSTALLED = [each for each in plugins.installed() if each.info is not None and not each.problem]
+
+
+@functools.cache
+def trained(folder: Path, strategy: str, ranks: int) -> dict[str, float]:
+    text = folder / "text.py"
+    text.write_text("def double(x):\n    return 2 * x\n\n\n" * 1000)
+    command = (sys.executable, "-m", "shard_core", "run", "--strategy", strategy, "--nproc-per-node", str(ranks))
+    told = ("--data", str(text), "--steps", str(STEPS), "--batch", "4", "--json")
+    printed = succeed(run(folder, *command, "--standalone", str(EXAMPLE), *told, settings=SETTINGS, timeout=240))
+    result: dict[str, float] = json.loads(printed.splitlines()[-1])
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("example")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", INSTALLED, ids=lambda installed: installed.name)
+def test_the_example_trains_alike_under_every_strategy(folder: Path, installed: plugins.Installed) -> None:
+    found = trained(folder, installed.name, min(2, installed.info.max_ranks or 2))
+    truth = trained(folder, "single", 1)
+    assert found["strategy"] == installed.name
+    assert found["steps"] == STEPS
+    for loss in ("loss_first", "loss_last", "validation_loss"):
+        assert found[loss] == pytest.approx(truth[loss], rel=1e-5)

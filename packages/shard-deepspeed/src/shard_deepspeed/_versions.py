@@ -1,0 +1,200 @@
+"""What this distribution uses of DeepSpeed beyond its documented API, with the versions it was checked on.
+
+Checked on DeepSpeed 0.19.8 with torch 2.13.0; another minor version is refused by the plugin.
+
+``deepspeed.ops.__compatible_ops__``: which operations can be built. Whoever asks first has a C compiler tried out, and
+the first engine on CPU asks, for ``deepspeed_shm_comm``, and has that built where it can be. It can go when DeepSpeed
+lets one choose the collectives.
+
+``deepspeed.utils.groups._WORLD_GROUP`` and ``_release_process_group_references``: a clone of the world's process group
+outlives the group, and the next engine fails on it. They can go when engines look whether their group still exists.
+
+``Parameter._hp_mapping``, ``params_in_partition``, ``averaged_gradients``, ``update_lp_params``,
+``reduce_ready_partitions_and_remove_grads`` of the optimizer of stages 1 and 2: which run of a parameter's float32
+copy is on this rank, its averaged gradient, and bringing stepped values to the parameters. The public
+``safe_get_full_*`` gather; the local ones are for stage 3 alone. They can go when those serve stages 1 and 2 too.
+
+``Tensor.view(torch.uint8)`` of every parameter when an engine is made, and parameters without a dimension have no such
+view. What is done about it can go when DeepSpeed sends them otherwise.
+
+``module_forward_pre_hook`` and ``module_forward_post_hook`` of an engine, ``FWD_MODULE_STACK``: what ``destroy`` leaves
+on a module, and a list that keeps the module alive. They can go when ``destroy`` takes care of both.
+
+``micro_step_id``, ``fp16_groups``, ``_reassign_or_swap_out_partitioned_parameters``, ``checkpoint_event_prologue`` and
+``checkpoint_event_epilogue`` of the optimizer of stage 3: adding gradients up rather than replacing them, and bringing
+stepped values to the parameters. ``ds_tensor``, ``ds_shape`` and ``ds_numel`` of a parameter: its shard. They can go
+when DeepSpeed tells of a parameter's shard, and takes changed ones, in public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Import DeepSpeed for one kind of device, without a word.
+
+    Args:
+        device_type: Where modules run.
+    """
+    with environment("DS_ACCELERATOR", device_type):
+        import deepspeed
+    # DeepSpeed calls what torch 2.13 has renamed, at every step.
+    renamed = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+    warnings.filterwarnings("ignore", category=FutureWarning, message=renamed)
+    return deepspeed
+
+
+@contextlib.contextmanager
+def no_compiler(deepspeed: Any) -> Iterator[None]:
+    """Let no operation pass for one that can be built, and do not even try which can: that compiles as well."""
+    names = vars(deepspeed.ops)
+    known = names.get("__compatible_ops__")
+    names["__compatible_ops__"] = {}
+    try:
+        yield
+    finally:
+        del names["__compatible_ops__"]
+        if known is not None:
+            names["__compatible_ops__"] = known
+
+
+def accelerator_of(deepspeed: Any) -> str:
+    """Tell for which kind of device this process's DeepSpeed was imported."""
+    name: str = deepspeed.accelerator.get_accelerator().device_name()
+    return name
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for a moment, unless it is set."""
+    there = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not there:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def quiet(level: int) -> Iterator[None]:
+    """Keep DeepSpeed from warning of an optimizer of ours, and leave its logger at the user's level."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(level)
+
+    def worth_saying(record: logging.LogRecord) -> bool:
+        return "untested optimizer" not in record.getMessage()
+
+    logger.addFilter(worth_saying)
+    try:
+        yield
+    finally:
+        logger.removeFilter(worth_saying)
+
+
+@contextlib.contextmanager
+def one_dimension(parameters: Iterable[Any]) -> Iterator[None]:
+    """Give parameters without a dimension one while an engine is made: DeepSpeed cannot send others."""
+    scalars = [parameter for parameter in parameters if parameter.dim() == 0]
+    for parameter in scalars:
+        parameter.data = parameter.data.reshape(1)
+    yield
+    for parameter in scalars:
+        if hasattr(parameter, "ds_shape"):
+            parameter.ds_shape = torch.Size(())
+        if parameter.numel():  # else a shard, and the parameter is elsewhere
+            parameter.data = parameter.data.reshape(())
+
+
+def forget_dead_groups() -> None:
+    """Drop process groups that DeepSpeed keeps of a world that is gone."""
+    from deepspeed.utils import groups
+
+    kept = groups._WORLD_GROUP
+    if kept is not None:
+        try:
+            dist.get_process_group_ranks(kept)
+        except KeyError:
+            groups._release_process_group_references()
+
+
+def float32_run(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Give this rank's run of a parameter's float32 copy at stages 1 and 2, and where it begins."""
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return torch.empty(0, device=parameter.device), 0
+    return mapping.hp_fragment.detach(), mapping.lp_fragment_address.start
+
+
+def take_averaged_gradients(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take what a backward has left on this rank at stages 1 and 2: parameters and the gradients of their runs."""
+    parts = zero.averaged_gradients.pop(0)
+    return list(zip(zero.params_in_partition[0], parts, strict=False))  # padding comes last
+
+
+def reduce_late(zero: Any, parameter: torch.Tensor) -> None:
+    """Send along a gradient of earlier backwards that the running one did not add to, at stage 1."""
+    zero.reduce_ready_partitions_and_remove_grads(parameter, 0)
+
+
+def publish_runs(zero: Any) -> None:
+    """Bring the float32 copies' values to all ranks' parameters at stages 1 and 2."""
+    zero.update_lp_params()
+
+
+def float32_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Give this rank's shard of a parameter's float32 copy at stage 3, with its padding."""
+    from deepspeed.utils import safe_get_local_fp32_param
+
+    shard: torch.Tensor = safe_get_local_fp32_param(parameter)
+    return shard.detach()
+
+
+def gradient_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Give the memory in which gradients of a parameter's shard add up at stage 3, with its padding."""
+    from deepspeed.utils import safe_get_local_grad
+
+    shard: torch.Tensor = safe_get_local_grad(parameter)
+    return shard
+
+
+def stored_shard(parameter: Any) -> torch.Tensor | None:
+    """Give this rank's shard of a parameter itself at stage 3, with its padding; None if it is not sharded."""
+    return parameter.ds_tensor.data if hasattr(parameter, "ds_tensor") else None
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """Give the shape a sharded parameter has when it is whole."""
+    return tuple(parameter.ds_shape)
+
+
+def add_up(zero: Any) -> None:
+    """Let gradients of shards add up at stage 3 rather than replace what is there."""
+    zero.micro_step_id = 1
+
+
+def publish_shards(zero: Any) -> None:
+    """Bring the shards' values to where parameters are whole between steps, at stage 3."""
+    zero.checkpoint_event_prologue()
+    for number in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(number)
+    zero.checkpoint_event_epilogue()
+
+
+def destroy(engine: Any) -> None:
+    """Take an engine off its module; DeepSpeed leaves two hooks, and a list that keeps the module alive."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    engine.destroy()
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]

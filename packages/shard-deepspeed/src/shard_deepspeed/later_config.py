@@ -1,0 +1,89 @@
+"""Options that DeepSpeed's users know and that are not honoured yet: declared, so that none is swallowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from shard_core.errors import InvalidOption
+from shard_core.options import option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadOptions:
+    """Options that move parameters and optimizer state out of the accelerator's memory."""
+
+    remote_device: str | None = option(None, "where modules are built: cpu or nvme; None for the rank's device")
+    offload_optimizer: bool = option(False, "keep optimizer state in host memory or on NVMe")
+    offload_parameters: bool = option(False, "stage 3: keep parameters in host memory or on NVMe")
+    offload_params_device: str = option("cpu", "where offloaded parameters stand: cpu or nvme")
+    nvme_path: str = option("/local_nvme", "the folder for what is offloaded to NVMe")
+    params_buffer_count: int = option(5, "buffers for parameters offloaded to NVMe")
+    params_buffer_size: int = option(100_000_000, "elements in each buffer for parameters offloaded to NVMe")
+    max_in_cpu: int = option(1_000_000_000, "elements of parameters that stay in host memory beside NVMe")
+    offload_optimizer_device: str = option("cpu", "where offloaded optimizer state stands: cpu or nvme")
+    optimizer_buffer_count: int = option(4, "buffers for optimizer state offloaded to NVMe")
+    block_size: int = option(1_048_576, "bytes in one request to NVMe")
+    queue_depth: int = option(8, "requests to NVMe under way at once")
+    single_submit: bool = option(False, "submit requests to NVMe one by one")
+    overlap_events: bool = option(True, "submit requests to NVMe before earlier ones are done")
+    thread_count: int = option(1, "threads that serve one request to NVMe")
+    pin_memory: bool = option(False, "pin host memory for what is offloaded")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationOptions:
+    """Options of DeepSpeed's own activation checkpointing."""
+
+    partition_activations: bool = option(False, "shard checkpointed activations over model-parallel ranks")
+    cpu_checkpointing: bool = option(False, "keep sharded activations in host memory")
+    contiguous_memory_optimization: bool = option(False, "copy sharded activations into one buffer")
+    synchronize_checkpoint_boundary: bool = option(False, "wait for the device at each checkpointed block")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScaleOptions:
+    """Options of DeepSpeed's own scaling of float16 losses."""
+
+    loss_scale: float = option(0, "a fixed factor for float16 losses; 0 adapts it")
+    initial_scale_power: int = option(16, "the adaptive factor begins at 2 to this power")
+    loss_scale_window: int = option(1000, "clean steps until the adaptive factor is doubled")
+    hysteresis: int = option(2, "overflows until the adaptive factor is halved")
+    min_loss_scale: int = option(1, "the least the adaptive factor becomes")
+
+
+_MOVES_NOTHING = "this backend does not offload yet"
+_KEEPS_ACTIVATIONS = "this backend does not shard or move activations yet"
+_SCALES_NOTHING = "this backend does not train in float16 yet"
+_REASONS = {
+    **dict.fromkeys((field.name for field in dataclasses.fields(OffloadOptions)), _MOVES_NOTHING),
+    **dict.fromkeys((field.name for field in dataclasses.fields(ActivationOptions)), _KEEPS_ACTIVATIONS),
+    **dict.fromkeys((field.name for field in dataclasses.fields(LossScaleOptions)), _SCALES_NOTHING),
+    "allgather_partitions": "DeepSpeed 0.19 always gathers, and would not look at it",
+    "zero_allow_untested_optimizer": "not every optimizer DeepSpeed has tested is known here yet",
+    "config": "a configuration of DeepSpeed's own is not read yet, give the options themselves",
+    "load_full_weights": "DeepSpeed's own checkpoints are not read yet, and load_checkpoint() takes any of ours",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterOptions(LossScaleOptions, ActivationOptions, OffloadOptions):
+    """All of them; a value other than the default is refused.
+
+    Raises:
+        InvalidOption: If one has another value than its default.
+    """
+
+    allgather_partitions: bool = option(True, "gather stepped parameters at once rather than rank by rank")
+    zero_allow_untested_optimizer: bool = option(True, "take optimizers that DeepSpeed has not tested")
+    config: str | Path | dict[str, Any] | None = option(None, "a whole configuration of DeepSpeed's own, or its file")
+    load_full_weights: bool = option(False, "stage 3: load weights from one file of DeepSpeed's own")
+
+    def __post_init__(self) -> None:
+        """Refuse what would be swallowed."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, reason in _REASONS.items():
+            value = getattr(self, name)
+            if value != defaults[name] or isinstance(value, bool) != isinstance(defaults[name], bool):
+                raise InvalidOption(f"{name} is {value!r}; {reason}: leave it at {defaults[name]!r}.")

@@ -1,0 +1,152 @@
+"""How each ZeRO stage lays a module's trained parameters out, and what its backward and its step leave where."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core.checkpoint.shard import FlatPart
+from shard_deepspeed import _versions
+
+if TYPE_CHECKING:
+    from shard_deepspeed.zero import Trained
+
+
+class Partitions(abc.ABC):
+    """One stage's layout.
+
+    Order of calls: ``part`` of each parameter once; then ``make_ready``, a backward, ``reduce`` and ``collect``;
+    ``publish`` once parts have been stepped or loaded.
+
+    Args:
+        engine: DeepSpeed's.
+        rank: This rank.
+    """
+
+    def __init__(self, engine: Any, rank: int) -> None:
+        self._engine = engine
+        self._zero = engine.optimizer
+        self._rank = rank
+
+    @abc.abstractmethod
+    def part(self, parameter: torch.nn.Parameter) -> FlatPart:
+        """Tell which run of a parameter this rank steps; its values share the engine's memory."""
+
+    def make_ready(self, trained: Iterable[Trained]) -> None:
+        """Get ready for a backward whose gradients are to add to those the parts have."""
+        del trained
+
+    def reduce(self, trained: Iterable[Trained]) -> None:
+        """Average, over all ranks, what a backward has left, and with it what deferred ones have."""
+        del trained
+        self._engine.allreduce_gradients()
+        if hasattr(self._zero, "backward_epilogue"):
+            self._zero.backward_epilogue()
+
+    @abc.abstractmethod
+    def collect(self, averaged: Sequence[Trained]) -> None:
+        """Add the gradients that were averaged to those of the parts."""
+
+    @abc.abstractmethod
+    def publish(self) -> None:
+        """Bring the parts' values to all ranks' parameters."""
+
+
+class Whole(Partitions):
+    """Stage 0: every rank has and steps all of every parameter."""
+
+    def part(self, parameter: torch.nn.Parameter) -> FlatPart:
+        """Step the parameter itself."""
+        return FlatPart(shape=tuple(parameter.shape), start=0, values=parameter)
+
+    def reduce(self, trained: Iterable[Trained]) -> None:
+        """Average gradients; those nobody has made are made up of zeros on the way, and go again."""
+        without = [each.parameter for each in trained if each.parameter.grad is None]
+        super().reduce(trained)
+        for parameter in without:
+            parameter.grad = None
+
+    def collect(self, averaged: Sequence[Trained]) -> None:
+        """Leave gradients where they are."""
+
+    def publish(self) -> None:
+        """Have nothing to do."""
+
+
+class Runs(Partitions):
+    """Stages 1 and 2: all parameters stand in one flat tensor, of whose float32 copy each rank steps a run."""
+
+    def part(self, parameter: torch.nn.Parameter) -> FlatPart:
+        """Find the parameter's part of this rank's run."""
+        values, start = _versions.float32_run(parameter)
+        return FlatPart(shape=tuple(parameter.shape), start=start, values=torch.nn.Parameter(values))
+
+    def reduce(self, trained: Iterable[Trained]) -> None:
+        """Average gradients, and with them those that only deferred backwards have made."""
+        if self._zero.overlap_comm:
+            for each in trained:
+                if each.waits and not each.reached:
+                    _versions.reduce_late(self._zero, each.parameter)
+        super().reduce(trained)
+
+    def collect(self, averaged: Sequence[Trained]) -> None:
+        """Take the tensors that DeepSpeed makes anew for every backward."""
+        gradients = {id(p): gradient for p, gradient in _versions.take_averaged_gradients(self._zero)}
+        for each in averaged:
+            gradient = gradients.get(id(each.parameter))
+            values = each.part.values
+            flat = torch.zeros_like(values) if gradient is None else gradient.detach().reshape(-1).to(values.dtype)
+            values.grad = flat if values.grad is None else values.grad.add_(flat)
+
+    def publish(self) -> None:
+        """Cast and gather."""
+        _versions.publish_runs(self._zero)
+
+
+class Shards(Partitions):
+    """Stage 3: each parameter is cut into equal shards, the last of them padded."""
+
+    def __init__(self, engine: Any, rank: int) -> None:
+        super().__init__(engine, rank)
+        self._gradients: dict[int, torch.Tensor] = {}
+
+    def part(self, parameter: torch.nn.Parameter) -> FlatPart:
+        """Find this rank's shard and the memory of its gradient."""
+        shard = _versions.float32_shard(parameter)
+        part = shard_part(parameter, shard, self._rank)
+        part = FlatPart(shape=part.shape, start=part.start, values=torch.nn.Parameter(part.values))
+        self._gradients[id(parameter)] = _versions.gradient_shard(parameter)[: part.values.numel()]
+        return part
+
+    def make_ready(self, trained: Iterable[Trained]) -> None:
+        """Zero what is not to be added to: DeepSpeed adds gradients up in one place."""
+        _versions.add_up(self._zero)
+        for each in trained:
+            if each.part.values.grad is None:
+                self._gradients[id(each.parameter)].zero_()
+
+    def collect(self, averaged: Sequence[Trained]) -> None:
+        """Show the place where gradients add up."""
+        for each in averaged:
+            each.part.values.grad = self._gradients[id(each.parameter)]
+
+    def publish(self) -> None:
+        """Gather what stays whole between steps."""
+        _versions.publish_shards(self._zero)
+
+
+def shard_part(parameter: torch.Tensor, shard: torch.Tensor, rank: int) -> FlatPart:
+    """Tell which run of a parameter a rank's padded shard of it is."""
+    shape = _versions.full_shape(parameter)
+    numel = torch.Size(shape).numel()
+    start = min(rank * shard.numel(), numel)
+    return FlatPart(shape=shape, start=start, values=shard[: min(shard.numel(), numel - start)])
+
+
+def partitions(engine: Any, rank: int) -> Partitions:
+    """Choose the layout of an engine's stage."""
+    kinds: dict[int, type[Partitions]] = {0: Whole, 1: Runs, 2: Runs, 3: Shards}
+    return kinds[int(engine.zero_optimization_stage())](engine, rank)

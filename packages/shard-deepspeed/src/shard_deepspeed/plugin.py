@@ -1,0 +1,100 @@
+"""What this backend says about its strategies; pure data."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from shard_core.capability import Capability
+from shard_core.options import options_of
+from shard_core.plugins import StrategyInfo, hookimpl
+from shard_core.precision.interface import PrecisionPolicy
+from shard_deepspeed.config import DeepSpeedConfig
+
+#: The versions of DeepSpeed that ``_versions.py`` was checked on.
+_CHECKED = "0.19."
+
+_PROMISES = frozenset(Capability) - {
+    Capability.ANY_OPTIMIZER,  # parameters are cut flat, anywhere
+    Capability.COMPILE,
+    Capability.CPU_OFFLOAD,
+    Capability.DEFER_SYNC,  # from stage 2 on gradients are sharded as soon as they are made
+    Capability.ENTRY_METHODS,  # at stage 3 only a module's forward gathers its parameters
+    Capability.FP16,
+    Capability.META_INIT,
+}
+_WHOLE_PARAMETERS = _PROMISES | {Capability.ENTRY_METHODS}
+
+#: Parameters in bfloat16 have a copy in float32, which optimizers step; micro-batches add up in float32 too.
+_BFLOAT16 = PrecisionPolicy(
+    name="bf16-true",
+    parameter="bfloat16",
+    compute="bfloat16",
+    reduce="bfloat16",
+    accumulate="float32",
+    optimizer="float32",
+    buffer="bfloat16",
+)
+
+
+def _info(name: str, summary: str, capabilities: frozenset[Capability], **presets: int) -> StrategyInfo:
+    return StrategyInfo(
+        name=name,
+        summary=summary,
+        factory="shard_deepspeed.strategy:DeepSpeedStrategy",
+        capabilities=capabilities,
+        precisions=("32-true", "bf16-mixed", "bf16-true"),
+        devices=("cpu", "cuda"),
+        options=options_of(DeepSpeedConfig),
+        presets=presets,
+        policies={_BFLOAT16.name: _BFLOAT16},
+    )
+
+
+DEEPSPEED = _info("deepspeed", "DeepSpeed's ZeRO at the stage that option stage says", _PROMISES)
+STRATEGIES = {
+    info.name: info
+    for info in (
+        DEEPSPEED,
+        _info(
+            "deepspeed_stage_1",
+            "optimizer state sharded over all ranks, by DeepSpeed's ZeRO stage 1",
+            _WHOLE_PARAMETERS | {Capability.DEFER_SYNC},
+            stage=1,
+        ),
+        _info(
+            "deepspeed_stage_2",
+            "optimizer state and gradients sharded over all ranks, by DeepSpeed's ZeRO stage 2",
+            _WHOLE_PARAMETERS,
+            stage=2,
+        ),
+        _info(
+            "deepspeed_stage_3",
+            "optimizer state, gradients and parameters sharded over all ranks, by DeepSpeed's ZeRO stage 3",
+            _PROMISES,
+            stage=3,
+        ),
+    )
+}
+
+
+@hookimpl
+def shard_strategy(name: str) -> StrategyInfo | None:
+    """Describe a strategy of this backend."""
+    return STRATEGIES.get(name)
+
+
+@hookimpl
+def shard_unavailable(name: str) -> str | None:
+    """Say what of DeepSpeed is lacking, from metadata alone."""
+    if name not in STRATEGIES:
+        return None
+    try:
+        found = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return "DeepSpeed is not installed; `pip install 'deepspeed>=0.19.8,<0.20'` brings it."
+    if not found.startswith(_CHECKED):
+        return (
+            f"DeepSpeed {found} is installed, and this package was checked on {_CHECKED}x alone, of which it uses more "
+            "than is documented; `pip install 'deepspeed>=0.19.8,<0.20'` brings one."
+        )
+    return None

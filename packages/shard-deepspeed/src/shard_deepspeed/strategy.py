@@ -1,0 +1,184 @@
+"""Data parallel training with DeepSpeed's ZeRO."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core import Strategy
+from shard_core.collectives.process_group import ProcessGroupCollectives
+from shard_core.errors import InvalidOption, SetupError, UnsupportedPrecision
+from shard_core.replicas import send_values
+from shard_deepspeed import _versions
+from shard_deepspeed.checkpoint import ZeroState
+from shard_deepspeed.config import DeepSpeedConfig
+from shard_deepspeed.plugin import DEEPSPEED
+from shard_deepspeed.settings import check_honoured, settings
+from shard_deepspeed.zero import ZeroModule, is_trained
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.collectives.interface import Collectives
+    from shard_core.gradients import LocalGradient
+    from shard_core.parameters import ParameterNames
+
+
+class DeepSpeedStrategy(Strategy):
+    """Shards optimizer state, gradients and parameters over all ranks, as far as the stage says.
+
+    DeepSpeed shards, averages and gathers; clipping, scaling and the step itself are the same as under
+    every other strategy, taken by the user's own optimizer on this rank's part of each parameter.
+
+    Example:
+        >>> DeepSpeedStrategy(devices=2, stage=3).config.zero_stage
+        3
+    """
+
+    default_info = DEEPSPEED
+    config_type = DeepSpeedConfig
+    config: DeepSpeedConfig
+    _zero: dict[torch.nn.Module, ZeroModule]
+    _environment: contextlib.ExitStack
+
+    def engine_collectives(self, name: str | None) -> Collectives:
+        """Talk through a process group."""
+        if name not in (None, "process_group"):
+            raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'process_group'.")
+        self._check_stage()
+        self._check_precision()
+        return ProcessGroupCollectives(
+            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
+        )
+
+    def _check_stage(self) -> None:
+        name, stage = self.info.name, self.config.zero_stage
+        if self.info.presets.get("stage", stage) != stage:
+            raise InvalidOption(f"strategy {name!r} was asked for stage {stage}; take strategy 'deepspeed' for that.")
+
+    def _check_precision(self) -> None:
+        policy, stage = self.precision.policy, self.config.zero_stage
+        honoured = ("float32", "bfloat16") if stage else ("float32",)
+        if policy.parameter not in honoured:
+            raise UnsupportedPrecision(
+                f"strategy {self.info.name!r} at stage {stage} does not honour precision {policy.name!r}: it keeps "
+                f"parameters in {' or '.join(honoured)}, not in {policy.parameter}; take '32-true' or 'bf16-mixed'."
+            )
+
+    def engine_mesh(self) -> DeviceMesh | None:
+        """Need no mesh: every rank sees its own data."""
+        # Made on the rank it serves: what it holds cannot travel there with the strategy.
+        self._zero = {}
+        self._environment = contextlib.ExitStack()
+        return None
+
+    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
+        """Build as plain PyTorch does, on every rank."""
+        del empty_init
+        return contextlib.nullcontext()
+
+    def engine_setup(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
+    ) -> torch.nn.Module:
+        """Give the module's parameters to an engine, and optimizers this rank's parts of them."""
+        module.to(self.root_device)
+        send_values(module)
+        trained = [parameter for parameter in module.parameters() if is_trained(parameter)]
+        if trained:
+            self._zero[module] = ZeroModule(module, self._initialize(module, trained), self.global_rank)
+        for optimizer in optimizers:
+            self.engine_add_optimizer(module, optimizer, names)
+        return module
+
+    def _initialize(self, module: torch.nn.Module, trained: list[torch.nn.Parameter]) -> Any:
+        deepspeed = _versions.import_deepspeed(self.root_device.type)
+        found = _versions.accelerator_of(deepspeed)
+        if found != self.root_device.type:
+            raise SetupError(
+                f"DeepSpeed runs on one kind of device per process, here {found!r}, and this rank's is "
+                f"{self.root_device.type!r}; start another process for it, or set DS_ACCELERATOR."
+            )
+        _versions.forget_dead_groups()
+        # DeepSpeed wants an optimizer to shard for; the user's come later, one or several, and take the steps.
+        stand_in = torch.optim.SGD(trained, lr=0.0)
+        told = settings(self.config, self.precision.policy.parameter)
+        # Read again at every step; without LOCAL_SIZE stage 3 on CPU starts a program to count devices each time.
+        local_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        for name, value in (("LOCAL_RANK", str(self.local_rank)), ("LOCAL_SIZE", local_size)):
+            self._environment.enter_context(_versions.environment(name, value))
+        with (
+            _versions.quiet(self.config.logging_level),
+            _versions.no_compiler(deepspeed),
+            _versions.one_dimension(module.parameters()),
+        ):
+            engine, *_ = deepspeed.initialize(model=module, optimizer=stand_in, config=told)
+        engine.set_gradient_accumulation_boundary(True)
+        check_honoured(engine, self.config)
+        return engine
+
+    def engine_add_optimizer(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> None:
+        """Let the optimizer step this rank's parts of the module's parameters."""
+        if module in self._zero:
+            self._zero[module].repoint(optimizer, names)
+        else:
+            names.repoint([optimizer], module)
+
+    def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Let gradients add up locally."""
+        return self._zero[module].deferred() if module in self._zero else contextlib.nullcontext()
+
+    def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
+        """Run autograd, and average what it leaves; the loss may have come through several modules."""
+        del module
+        for zero in self._zero.values():
+            zero.make_ready()
+        loss.backward(**kwargs)
+        for zero in self._zero.values():
+            zero.finish()
+
+    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
+        """Give the gradients of this rank's parts."""
+        return [gradient for zero in self._stepped_by(optimizer) for gradient in zero.gradients(optimizer)]
+
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
+        """Step this rank's parts and bring them to all ranks."""
+        modules = self._stepped_by(optimizer)
+
+        def evaluate() -> Any:
+            assert closure is not None
+            for zero in modules:
+                zero.publish()
+            return closure()
+
+        optimizer.step(evaluate if closure else None, **kwargs)
+        for zero in modules:
+            zero.publish()
+
+    def _stepped_by(self, optimizer: torch.optim.Optimizer) -> list[ZeroModule]:
+        return [zero for zero in self._zero.values() if zero.steps(optimizer)]
+
+    def engine_state(
+        self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> TrainingState:
+        """Describe this rank's parts."""
+        return ZeroState(
+            modules,
+            optimizers,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            sharded=[self._zero[module] for module in modules.values() if module in self._zero],
+        )
+
+    def engine_teardown(self) -> None:
+        """Take the engines off the modules."""
+        for zero in self._zero.values():
+            zero.close()
+        self._zero.clear()
+        self._environment.close()

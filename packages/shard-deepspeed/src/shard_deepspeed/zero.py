@@ -1,0 +1,169 @@
+"""One module under ZeRO: its engine, and the part of each trained parameter that this rank steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shard_core.gradients import LocalGradient
+from shard_core.inference_mode import NoInferenceMode
+from shard_deepspeed import _versions
+from shard_deepspeed.partitions import partitions, shard_part
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.shard import FlatPart
+    from shard_core.parameters import ParameterNames
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Trained:
+    """One trained parameter.
+
+    Attributes:
+        parameter: The module's.
+        part: What of it this rank steps; its values are the optimizer's own parameter.
+        reached: Whether the backward that runs, or ran last, has made a gradient for it.
+        waits: Whether there is a gradient that is not averaged yet.
+    """
+
+    parameter: torch.nn.Parameter
+    part: FlatPart
+    reached: bool = False
+    waits: bool = False
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Be told by autograd of a gradient."""
+        del parameter
+        self.reached = self.waits = True
+
+
+class ZeroModule:
+    """A module whose trained parameters DeepSpeed shards; optimizers step the parts on this rank.
+
+    An optimizer's groups hold parts instead of parameters, so that groups, state and gradients stay torch's own:
+    a gradient is there if a backward has reached the parameter, and gone when it is thrown away.
+
+    Args:
+        module: The user's.
+        engine: DeepSpeed's, over all trained parameters of the module.
+        rank: This rank.
+
+    Attributes:
+        engine: DeepSpeed's.
+        deferring: Whether backwards keep gradients on this rank just now.
+    """
+
+    def __init__(self, module: torch.nn.Module, engine: Any, rank: int) -> None:
+        self.engine = engine
+        self.deferring = False
+        self._module = module
+        self._layout = partitions(engine, rank)
+        self._trained: dict[int, Trained] = {}
+        self._parts: dict[int, FlatPart] = {}
+        for parameter in module.parameters():
+            stored = _versions.stored_shard(parameter)
+            if is_trained(parameter):
+                self._trained[id(parameter)] = Trained(parameter=parameter, part=self._layout.part(parameter))
+                self._parts[id(parameter)] = self._trained[id(parameter)].part
+            elif stored is not None:
+                self._parts[id(parameter)] = shard_part(parameter, stored, rank)
+        self._stepped = {id(each.part.values) for each in self._trained.values()}
+        self._hooks: list[Any] = [
+            each.parameter.register_post_accumulate_grad_hook(each.note) for each in self._trained.values()
+        ]
+        self._hooks.append(NoInferenceMode(module))
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimizer steps parts of this module."""
+        return any(id(tensor) in self._stepped for group in optimizer.param_groups for tensor in group["params"])
+
+    def part_of(self, parameter: torch.Tensor) -> FlatPart | None:
+        """Tell what of a parameter this rank holds; None for what is whole on every rank."""
+        part = self._parts.get(id(parameter))
+        return None if part is None or part.values is parameter else part
+
+    def repoint(self, optimizer: torch.optim.Optimizer, names: ParameterNames) -> None:
+        """Let an optimizer step parts instead of parameters; its groups stay the same dictionaries.
+
+        Args:
+            optimizer: Over the module's parameters.
+            names: The names they had before setup.
+        """
+        names.repoint([optimizer], self._module)
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                trained = self._trained.get(id(parameter))
+                if trained is None or trained.part.values is parameter:
+                    continue
+                part = trained.part
+                group["params"][place] = part.values
+                if parameter in optimizer.state:
+                    state = optimizer.state.pop(parameter)
+                    optimizer.state[part.values] = {slot: _cut(slot, value, part) for slot, value in state.items()}
+
+    def make_ready(self) -> None:
+        """Get ready for a backward."""
+        for each in self._trained.values():
+            each.reached = False
+        self._layout.make_ready(self._trained.values())
+
+    def finish(self) -> None:
+        """Average what a backward has left and add it to the parts' gradients, unless that is deferred."""
+        if self.deferring or not any(each.reached for each in self._trained.values()):
+            return
+        waiting = [each for each in self._trained.values() if each.waits]
+        self._layout.reduce(self._trained.values())
+        self._layout.collect(waiting)
+        for each in waiting:
+            each.waits = False
+
+    def gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
+        """Give this rank's parts of the gradients an optimizer will step with."""
+        over = (dist.group.WORLD,) if int(self.engine.zero_optimization_stage()) else ()
+        return [
+            LocalGradient(tensor.grad, over)
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+            if tensor.grad is not None
+        ]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the parts' values, stepped or loaded, to all ranks."""
+        self._layout.publish()
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Keep gradients on this rank."""
+        self.engine.set_gradient_accumulation_boundary(False)
+        self.deferring = True
+        try:
+            yield
+        finally:
+            self.engine.set_gradient_accumulation_boundary(True)
+            self.deferring = False
+
+    def close(self) -> None:
+        """Take all hooks off the module."""
+        for hook in self._hooks:
+            hook.remove()
+        _versions.destroy(self.engine)
+
+
+def is_trained(parameter: Any) -> bool:
+    """Tell whether there is anything to train of a parameter, sharded or not."""
+    return bool(parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _cut(slot: str, value: Any, part: FlatPart) -> Any:
+    """Bring a value of optimizer state to a part; what has not the parameter's shape is left alone."""
+    is_count = slot == "step" and not part.shape
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape or is_count:
+        return value
+    run = value.detach().reshape(-1)[part.start : part.start + part.values.numel()]
+    return run.to(part.values.device, part.values.dtype if run.is_floating_point() else run.dtype, copy=True)

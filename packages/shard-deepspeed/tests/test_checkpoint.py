@@ -1,0 +1,132 @@
+"""Checkpoints go from stage to stage, from size to size and to other strategies, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shard_core import get_strategy
+from shard_core.testing import models, oracle
+from shard_core.testing.suites.checkpoint.bits import Bits, assert_same_bits, bits_of
+from shard_core.testing.training import set_up, step, whole_weights
+
+_STEPS, _BATCH = 6, 12
+
+
+def make_optimizer(module: Any) -> torch.optim.Optimizer:
+    """Put two groups together: matrices decay, the rest learns faster."""
+    return torch.optim.AdamW(models.param_groups(module), lr=0.01, betas=(0.8, 0.9))
+
+
+def leg(
+    options: dict[str, Any], first: int, last: int, load: Path | None, save: Path
+) -> tuple[Bits, list[float], Bits]:
+    """Train some steps; give all bits as they were loaded, the losses, and all bits as they were saved."""
+    with get_strategy(**options) as strategy:
+        model, optimizer = set_up(strategy, "gpt", make_optimizer, seed=first)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        if load:
+            strategy.load_checkpoint(load, state)
+        loaded = bits_of(strategy, model, optimizer)
+        losses = []
+        for batch in models.batches("gpt", _STEPS, _BATCH)[first:last]:
+            losses.append(step(strategy, model, optimizer, batch))
+            scheduler.step()
+        strategy.save_checkpoint(save, state)
+        return loaded, losses, bits_of(strategy, model, optimizer)
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_stages_sizes_and_strategies(worlds: Any, tmp_path: Path) -> None:
+    route: list[tuple[int, dict[str, Any], int]] = [
+        (2, {"name": "deepspeed_stage_3", "param_persistence_threshold": 0}, 2),
+        (3, {"name": "deepspeed_stage_1"}, 3),
+        (2, {"name": "ddp"}, 4),
+        (3, {"name": "deepspeed_stage_2"}, 5),
+        (1, {"name": "deepspeed_stage_3"}, 6),
+    ]
+    losses: list[float] = []
+    saved: Bits = {}
+    path, first = None, 0
+    for hop, (size, options, last) in enumerate(route):
+        target = tmp_path / str(hop)
+        loaded, seen, now = worlds(size).run(leg, options, first, last, path, target)[0]
+        if path:
+            assert_same_bits(f"on hop {hop}, to {options} at {size} ranks", loaded, saved)
+        losses += seen
+        saved, path, first = now, target, last
+    torch.manual_seed(0)
+    model = models.make("gpt")
+    optimizer = make_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    truth = []
+    for batch in models.batches("gpt", _STEPS, _BATCH):
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        truth.append(loss.item())
+    oracle.assert_same_numbers("loss over all hops", losses, truth, 2e-6)
+    weights = {name.removeprefix("model."): bits for name, bits in saved.items() if name.startswith("model.")}
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    oracle.assert_same_weights({name: weights[name] for name in expected}, expected, 1e-5)
+
+
+def uneven_counts(path: Path, options: dict[str, Any], load: bool) -> list[float]:
+    """Step one of two layers more often than the other; give the optimizer's counts of steps."""
+    with get_strategy(**options) as strategy:
+        model, optimizer = set_up(strategy, "unused", "adamw", seed=int(load))
+        if load:
+            strategy.load_checkpoint(path, {"model": model, "optimizer": optimizer})
+        else:
+            for number, batch in enumerate(models.batches("unused", 3, _BATCH)):
+                strategy.backward(model(*models.share_of(strategy, batch)), model)
+                if number == 0:
+                    for group in optimizer.param_groups:
+                        group["params"][0].grad = None
+                strategy.optimizer_step(optimizer)
+                optimizer.zero_grad()
+            strategy.save_checkpoint(path, {"model": model, "optimizer": optimizer})
+        state = strategy.optimizer_state_dict(optimizer).get("state", {})
+        return [float(state[name]["step"]) for name in sorted(state)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_step_counts_may_differ_inside_a_group(worlds: Any, tmp_path: Path, stage: int) -> None:
+    options = {"name": "deepspeed", "stage": stage, "param_persistence_threshold": 0}
+    saved = worlds(2).run(uneven_counts, tmp_path / "run", options, False)[0]
+    assert sorted(set(saved)) == [2.0, 3.0]
+    assert worlds(3).run(uneven_counts, tmp_path / "run", options, True)[0] == saved
+    assert (
+        worlds(2).run(uneven_counts, tmp_path / "run", {"name": "ddp", "find_unused_parameters": True}, True)[0]
+        == saved
+    )
+
+
+def reloaded_computes(options: dict[str, Any], path: Path) -> tuple[float, float, float]:
+    """Load into a trained module without an optimizer; give the loss before, after, and of the saved module."""
+    with get_strategy(**options) as strategy:
+        (batch,) = models.batches("plain", 1, _BATCH)
+        model, _ = set_up(strategy, "plain", "adamw")
+        strategy.save_checkpoint(path, {"model": model})
+        with torch.no_grad():
+            saved = model(*batch).item()
+        strategy.seed_everything(1)
+        other = strategy.setup_module(models.make("plain"))
+        with torch.no_grad():
+            before = other(*batch).item()
+            strategy.load_checkpoint(path, {"model": other})
+            after = other(*batch).item()
+        assert whole_weights(strategy, other).keys() == whole_weights(strategy, model).keys()
+        return before, after, saved
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_loaded_after_setup_are_computed_with(worlds: Any, tmp_path: Path, stage: int, threshold: int) -> None:
+    options = {"name": "deepspeed", "stage": stage, "param_persistence_threshold": threshold}
+    for before, after, saved in worlds(2).run(reloaded_computes, options, tmp_path / "run"):
+        assert after == saved != before

@@ -1,0 +1,41 @@
+"""The DeepSpeed strategies keep every promise of the contract, at every stage."""
+
+import pytest
+
+from shard_core.testing import Conformance
+
+
+class TestStage3(Conformance):
+    strategy = "deepspeed_stage_3"
+    options = {"param_persistence_threshold": 0}  # else nothing in the kit is large enough to be sharded
+    world_sizes = (2, 3)
+
+
+class TestStage2(Conformance):
+    strategy = "deepspeed_stage_2"
+    world_sizes = (2,)
+
+
+@pytest.mark.long
+class TestStage3OnOneRank(Conformance):
+    strategy = "deepspeed_stage_3"
+    options = {"param_persistence_threshold": 0}
+    world_sizes = (1,)
+
+
+@pytest.mark.long
+class TestStage2AtOtherSizes(Conformance):
+    strategy = "deepspeed_stage_2"
+    world_sizes = (1, 3)
+
+
+@pytest.mark.long
+class TestStage1(Conformance):
+    strategy = "deepspeed_stage_1"
+
+
+@pytest.mark.long
+class TestStage0(Conformance):
+    strategy = "deepspeed"
+    options = {"stage": 0}
+    world_sizes = (2,)

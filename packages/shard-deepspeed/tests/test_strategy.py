@@ -1,0 +1,209 @@
+"""Engines beside and after one another, options that change nothing, stage 0, and what no other rank is told."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import get_strategy
+from shard_core.errors import MissingCapability
+from shard_core.testing import models, oracle
+from shard_core.testing.training import set_up, step, whole_weights
+
+_STEPS, _BATCH = 4, 12
+
+
+def gpt_truth(accumulate: int = 1) -> oracle.Trajectory:
+    return oracle.train(
+        lambda: models.make("gpt"),
+        lambda module: models.make_optimizer("sgd", module),
+        models.batches("gpt", _STEPS * accumulate, _BATCH),
+        accumulate=accumulate,
+    )
+
+
+def train_gpt(options: dict[str, Any], accumulate: int, defer: bool) -> oracle.Trajectory | None:
+    with get_strategy(**options) as strategy:
+        model, optimizer = set_up(strategy, "gpt", "sgd")
+        batches = models.batches("gpt", _STEPS * accumulate, _BATCH)
+        losses, norms = [], []
+        for start in range(0, len(batches), accumulate):
+            total = 0.0
+            for number, batch in enumerate(batches[start : start + accumulate]):
+                with strategy.no_backward_sync(model, enabled=defer and number < accumulate - 1):
+                    loss = model(*models.share_of(strategy, batch)) / accumulate
+                    strategy.backward(loss, model)
+                total += strategy.all_reduce(loss.detach()).item()
+            losses.append(total)
+            norms.append(strategy.clip_gradients_norm(model, optimizer, float("inf")).item())
+            assert strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        weights = strategy.module_state_dict(model)
+        return oracle.Trajectory(losses=losses, norms=norms, weights=weights) if strategy.is_global_zero else None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0},
+        {"zero_optimization": False, "contiguous_gradients": False},
+        {"stage": 1, "overlap_comm": False},
+        {"stage": 1, "contiguous_gradients": False, "reduce_scatter": False, "reduce_bucket_size": 5000},
+        {"stage": 2, "overlap_comm": False, "reduce_scatter": False, "allgather_bucket_size": 4096},
+        {"stage": 2, "contiguous_gradients": False, "reduce_bucket_size": 5000},
+        {"stage": 3, "sub_group_size": 5000, "overlap_comm": False},
+        {"stage": 3, "sub_group_size": 5000, "param_persistence_threshold": 100, "reduce_bucket_size": 5000},
+        {"stage": 3, "reduce_scatter": False, "contiguous_gradients": False, "param_persistence_threshold": 0},
+    ],
+    ids=str,
+)
+def test_options_change_nothing_in_the_result(worlds: Any, options: dict[str, Any]) -> None:
+    answers = worlds(2).run(train_gpt, {"name": "deepspeed", **options}, 2, False)
+    oracle.assert_same(answers[0], gpt_truth(2))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_deferred_gradients_are_averaged_once(worlds: Any, overlap: bool) -> None:
+    answers = worlds(2).run(train_gpt, {"name": "deepspeed_stage_1", "overlap_comm": overlap}, 3, True)
+    oracle.assert_same(answers[0], gpt_truth(3))
+
+
+class Forked(nn.Module):
+    """Which of two layers a forward uses is said by the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, left: bool) -> torch.Tensor:
+        return nn.functional.mse_loss((self.left if left else self.right)(inputs), targets)
+
+
+def fork(options: dict[str, Any], defer: bool) -> dict[str, torch.Tensor]:
+    with get_strategy(**options) as strategy:
+        model, optimizer = set_up(strategy, Forked, lambda module: torch.optim.SGD(module.parameters(), lr=1.0))
+        for number, batch in enumerate(models.batches("plain", 4, _BATCH)):
+            with strategy.no_backward_sync(model, enabled=defer and number % 2 == 0):
+                strategy.backward(model(*models.share_of(strategy, batch), number % 2 == 0), model)
+            if number % 2:
+                strategy.optimizer_step(optimizer)
+                optimizer.zero_grad()
+        return whole_weights(strategy, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "defer"),
+    [
+        ({"name": "deepspeed_stage_1"}, True),
+        ({"name": "deepspeed_stage_1", "overlap_comm": False}, True),
+        ({"name": "deepspeed_stage_2"}, False),
+        ({"name": "deepspeed_stage_3", "param_persistence_threshold": 0}, False),
+        ({"name": "deepspeed", "stage": 0}, False),
+    ],
+    ids=str,
+)
+def test_micro_batches_may_reach_other_parameters(worlds: Any, options: dict[str, Any], defer: bool) -> None:
+    torch.manual_seed(0)
+    model = Forked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for number, batch in enumerate(models.batches("plain", 4, _BATCH)):
+        model(*batch, number % 2 == 0).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for weights in worlds(2).run(fork, options, defer):
+        oracle.assert_same_weights(weights, model.state_dict(), 1e-6, elementwise=True)
+
+
+def interleave(stage: int) -> list[dict[str, torch.Tensor]]:
+    """Train two models by two strategies in turn, tear one down, and go on with the other."""
+    first, second = (get_strategy("deepspeed", stage=stage, param_persistence_threshold=0) for _ in range(2))
+    batches = models.batches("plain", _STEPS, _BATCH)
+    with first:
+        with second:
+            pairs = [set_up(each, name, "adamw") for each, name in ((first, "uneven"), (second, "plain"))]
+            for batch in batches[:2]:
+                for each, (model, optimizer) in zip((first, second), pairs, strict=True):
+                    step(each, model, optimizer, batch)
+            found = [whole_weights(second, pairs[1][0])]
+        for batch in batches[2:]:
+            step(first, *pairs[0], batch)
+        return [whole_weights(first, pairs[0][0]), *found]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_engines_train_beside_each_other(worlds: Any, stage: int) -> None:
+    for weights in worlds(2).run(interleave, stage):
+        for found, name, steps in zip(weights, ("uneven", "plain"), (_STEPS, 2), strict=True):
+            truth = oracle.train(
+                lambda name=name: models.make(name),  # type: ignore[misc]
+                lambda module: models.make_optimizer("adamw", module),
+                models.batches("plain", _STEPS, _BATCH)[:steps],
+            )
+            oracle.assert_same_weights(found, truth.weights, 1e-5)
+
+
+def again(stage: int) -> list[list[float]]:
+    runs = []
+    for _ in range(3):
+        with get_strategy("deepspeed", stage=stage) as strategy:
+            model, optimizer = set_up(strategy, "uneven", "adamw")
+            runs.append([step(strategy, model, optimizer, b) for b in models.batches("uneven", _STEPS, _BATCH)])
+    return runs
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_after_teardown_is_like_the_first(worlds: Any, stage: int) -> None:
+    for runs in worlds(2).run(again, stage):
+        assert runs[0] == runs[1] == runs[2]
+
+
+def alone(stage: int) -> list[float]:
+    losses = []
+    for _ in range(2):
+        run = get_strategy("deepspeed", stage=stage, devices=1).launch(train_alone)
+        assert run is not None
+        losses.append(run)
+    return losses
+
+
+def train_alone(strategy: Any) -> float:
+    model, optimizer = set_up(strategy, "plain", "adamw")
+    return [step(strategy, model, optimizer, batch) for batch in models.batches("plain", 3, _BATCH)][-1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_process_groups_may_be_made_again(stage: int) -> None:
+    first, second = alone(stage)
+    assert first == second
+
+
+class Rows(torch.optim.Optimizer):
+    """Normalises gradients row by row, as no flat part can be."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad / p.grad.norm(dim=-1, keepdim=True), alpha=group["lr"])
+
+
+def refused(kind: str) -> str:
+    with get_strategy("deepspeed_stage_2") as strategy:
+        module = models.make("plain")
+        matrices = [p for p in module.parameters() if p.ndim == 2]
+        made: Any = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "Rows": Rows}[kind](matrices)
+        with pytest.raises(MissingCapability) as error:
+            strategy.setup_module_and_optimizers(module, [made])
+        return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Rows"])
+def test_optimizers_of_whole_matrices_are_refused_by_name(worlds: Any, kind: str) -> None:
+    for message in worlds(2).run(refused, kind):
+        assert kind in message
+        assert "ANY_OPTIMIZER" in message

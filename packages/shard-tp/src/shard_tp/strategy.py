@@ -1,0 +1,140 @@
+"""Two-dimensional training: tensor parallelism inside groups of ranks, ``fully_shard`` (FSDP2) across them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from shard_core import Strategy
+from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.collectives.process_group import ProcessGroupCollectives
+from shard_core.errors import InvalidOption
+from shard_core.fully_sharding import FullySharding
+from shard_core.gradients import local_gradients
+from shard_core.mesh import DATA_AXIS, MeshShape
+from shard_core.strategy.torch_engine import TorchEngine
+from shard_tp.alike import Alike
+from shard_tp.config import TPConfig
+from shard_tp.plan import apply_plan, own_plan, split_by
+from shard_tp.plugin import TP
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.collectives.interface import Collectives
+    from shard_core.gradients import LocalGradient
+    from shard_core.parameters import ParameterNames
+
+TENSOR_AXIS: Final = "tensor_parallel"
+"""The axis whose ranks share each layer and see the same data."""
+
+
+class TPStrategy(TorchEngine, Strategy):
+    """Splits layers over the ranks of a tensor-parallel group, and shards what they hold over data-parallel ranks.
+
+    The ranks of a tensor-parallel group work on the same batch. What no plan names is whole in each
+    group: its gradient is the same on all ranks of the group and counts once.
+
+    Example:
+        >>> TPStrategy(devices=4, tensor_parallel_size=2).config.tensor_parallel_size
+        2
+    """
+
+    default_info = TP
+    config_type = TPConfig
+    config: TPConfig
+    _sharding: FullySharding
+    _alike: Alike
+    _modules: weakref.WeakSet[torch.nn.Module]
+    _trusted: weakref.WeakSet[torch.optim.Optimizer]
+
+    def engine_collectives(self, name: str | None) -> Collectives:
+        """Talk through a process group."""
+        if name not in (None, "process_group"):
+            raise InvalidOption(f"strategy 'tp' has no collectives {name!r}; it has: 'process_group'.")
+        return ProcessGroupCollectives(
+            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
+        )
+
+    def engine_mesh(self) -> DeviceMesh:
+        """Arrange hosts along the data axis and the ranks of a host along the tensor axis, unless told otherwise."""
+        data, tensor = self.config.data_parallel_size, self.config.tensor_parallel_size
+        if data == tensor == "auto":
+            tensor = self.local_world_size
+        mesh = MeshShape({DATA_AXIS: data, TENSOR_AXIS: tensor}).build(self.root_device.type)
+        # Made on the rank they serve: what they hold cannot travel there with the strategy.
+        self._sharding = FullySharding(
+            mesh[DATA_AXIS],
+            self.collectives,
+            unit_bytes=self.config.unit_bytes,
+            reshard_after_forward=self.config.reshard_after_forward,
+        )
+        self._alike = Alike(mesh[TENSOR_AXIS], self.collectives, self.root_device)
+        self._modules, self._trusted = weakref.WeakSet(), weakref.WeakSet()
+        return mesh
+
+    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
+        """Note what constructors do instead of doing it; setup replays it shard by shard."""
+        return self._sharding.recording(empty_init)
+
+    def engine_setup(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
+    ) -> torch.nn.Module:
+        """Split the module, shard the parts, fill them with their values."""
+        policy, device = self.precision.policy, self.root_device
+        self._sharding.shard(module, optimizers, names, policy=policy, device=device, lay_out=self._split)
+        if self.config.check_batches and self._tensor_mesh.size() > 1:
+            module.register_forward_pre_hook(self._check_batch, prepend=True, with_kwargs=True)
+        self._modules.add(module)
+        return module
+
+    def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Let gradients add up without a message between data-parallel ranks."""
+        return self._sharding.deferred(module)
+
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
+        """Step the optimizer; the first time, see that what is whole in a group has one gradient there."""
+        if closure is None and optimizer not in self._trusted and self._tensor_mesh.size() > 1:
+            self._alike.check_gradients(self._named_gradients(optimizer))
+            self._trusted.add(optimizer)
+        super().engine_step(optimizer, closure, **kwargs)
+
+    def engine_checkpoint_form(self) -> str | None:
+        """Say which form checkpoints have unless the user names one."""
+        return "sharded" if self.config.save_distributed_checkpoint else "full"
+
+    def engine_state(
+        self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> TrainingState:
+        """Describe the shards of both axes."""
+        self._sharding.reshard(modules.values())
+        return TensorState(
+            modules, optimizers, rank=self.global_rank, world_size=self.world_size, mesh=self.device_mesh
+        )
+
+    @property
+    def _tensor_mesh(self) -> DeviceMesh:
+        assert self.device_mesh is not None
+        return self.device_mesh[TENSOR_AXIS]
+
+    def _split(self, module: torch.nn.Module) -> None:
+        """Lay a module out over the ranks of its group."""
+        mesh, by_hand = self._tensor_mesh, self.config.parallelize_fn
+        if by_hand is not None:
+            split_by(lambda: by_hand(module, mesh), module, mesh)
+        elif mesh.size() > 1:
+            plan = own_plan(module, mesh.size()) if self.config.plan == "auto" else self.config.plan
+            apply_plan(module, plan, mesh)
+
+    def _check_batch(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        self._alike.check_batch((args, kwargs))
+
+    def _named_gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, LocalGradient]:
+        names = {id(p): name for module in self._modules for name, p in module.named_parameters()}
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return dict(zip((names[id(p)] for p in stepped), local_gradients(stepped), strict=True))

@@ -1,0 +1,87 @@
+"""Names of torch and torch_xla without a promise that this distribution leans on, and when they can go.
+
+``torch_xla._XLAC._xla_runtime_is_initialized``: whether the process uses XLA's devices already, so that their number
+and kind are settled. Checked on torch_xla 2.9.0. It can go when ``torch_xla.runtime`` tells it.
+
+``XlaFullyShardedDataParallel.all_gather_op``, ``all_reduce_op``, ``reduce_scatter_op`` (a callable with ``flush`` and
+``scale``) and ``coalesce_all_gather_ops``: attributes of an instance that its constructor sets and its forwards and
+backwards read; collectives over the host take their place. Checked on torch_xla 2.9.0. They can go when the
+constructor takes collectives.
+
+``XlaFullyShardedDataParallel.full_param_infos``, ``shared_full_param_infos`` and ``sharded_params``: which parameter of
+which submodule each shard is of. ``get_original_names_and_sharded_parameters`` should tell, but lists the root's shards
+for every unit. Checked on torch_xla 2.9.0. They can go when it is right.
+
+``XlaFullyShardedDataParallel.full_params`` and ``_has_full_param`` of each: which of a unit's parameters its next
+forward will gather, one call after another; over the host they share a message. Checked on torch_xla 2.9.0. They can
+go when ``coalesce_all_gather_ops`` works for parameters that are cut by elements.
+
+``XlaFullyShardedDataParallel._free_full_params``: forgets whole parameters. Upstream keeps them after a forward that no
+backward followed, and for a parameter that a loss did not reach: the next forward would compute with what they were
+before the optimizer's step. Checked on torch_xla 2.9.0. It can go when a step is noticed.
+
+``torch.nn.Module._parameters``: a shard stands there under its parameter's name, while the attribute of that name is
+the whole parameter, so that modules keep their own names. Checked on torch 2.9.0. It can go when the wrapper
+registers shards where parameters were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def runtime_is_started() -> bool:
+    """Tell whether XLA's devices are in use in this process."""
+    import torch_xla
+
+    return bool(torch_xla._XLAC._xla_runtime_is_initialized())
+
+
+def take_over_collectives(unit: Any, *, all_gather: Any, all_reduce: Any, reduce_scatter: Any, coalesce: bool) -> None:
+    """Let a unit talk through other functions than XLA's own.
+
+    Args:
+        unit: An ``XlaFullyShardedDataParallel``.
+        all_gather: ``(tensor or list, groups=...)`` to what all ranks' parts are, joined along the first dim.
+        all_reduce: ``(kind, tensor, groups=...)`` to a new tensor.
+        reduce_scatter: ``(tensor, done)`` with ``flush()`` and ``scale``.
+        coalesce: Whether a unit's parameters are gathered by one call.
+    """
+    unit.all_gather_op = all_gather
+    unit.all_reduce_op = all_reduce
+    unit.reduce_scatter_op = reduce_scatter
+    # Upstream's automatic wrapping does not hand it on to the units inside.
+    unit.coalesce_all_gather_ops = coalesce
+
+
+def shards_of(unit: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """List a unit's shards: the submodule and the attribute of the whole parameter, and the shard; tied ones again."""
+    shards = {}
+    for (_, owner, name), shard in zip(unit.full_param_infos, unit.sharded_params, strict=True):
+        shards[id(owner), name] = shard
+        yield owner, name, shard
+    for _, _, owner, name, first_owner, first_name in unit.shared_full_param_infos:
+        yield owner, name, shards[id(first_owner), first_name]
+
+
+def shards_to_gather(unit: Any) -> list[torch.nn.Parameter]:
+    """List the shards that a unit will gather next, in its order."""
+    pairs = zip(unit.full_params, unit.sharded_params, strict=True)
+    return [shard for whole, shard in pairs if not whole._has_full_param]
+
+
+def register_in_place(unit: Any) -> None:
+    """Register a unit's shards under their parameters' own names instead of on the unit."""
+    for name, _ in list(unit.named_parameters(recurse=False)):
+        delattr(unit, name)
+    for owner, name, shard in shards_of(unit):
+        owner._parameters[name] = shard
+
+
+def forget_whole_parameters(unit: Any) -> None:
+    """Let the next forward gather a unit's parameters anew."""
+    unit._free_full_params()

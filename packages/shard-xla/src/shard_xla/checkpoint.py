@@ -1,0 +1,277 @@
+"""Training state on XLA devices: which boxes of which full tensors stand in this process, by way of host memory."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core.checkpoint.optimizer_state import OptimizerTensors
+from shard_core.checkpoint.ownership import Ownership
+from shard_core.checkpoint.shard import TensorShard, shards_of_range
+from shard_core.checkpoint.state import KeySpace, Slot, TrainingState
+from shard_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.optimizer_record import OptimizerRecord
+    from shard_xla.strategy.layout import Layout, Place
+
+
+class DeviceState(TrainingState):
+    """The state of modules on XLA devices, fetched to the host when it is asked for, and pushed back after a load.
+
+    Args:
+        layouts: Modules by the user's names.
+        optimizers: Optimizers over their parameters, by the user's names.
+        zeros_like: Makes optimizer state of a parameter's layout, from it and a dtype; None for what torch makes.
+
+    Raises:
+        CheckpointError: If an optimizer steps what no module here has, or a module keeps what is no tensor.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        zeros_like: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
+    ) -> None:
+        for key, layout in layouts.items():
+            layout.check_complete(key)
+        self._layouts = layouts
+        self._keys = KeySpace(tuple(layouts))
+        self._optimizers = {key: OptimizerTensors(key, each, layouts, zeros_like) for key, each in optimizers.items()}
+        self._held: set[tuple[str, str, str]] = set()
+        self._refuse_shared_parameters()
+
+    @property
+    def modules(self) -> Sequence[str]:
+        """The user's names for the modules."""
+        return tuple(self._layouts)
+
+    def shards(self) -> list[TensorShard]:
+        """Copy this process's boxes of every tensor to the host."""
+        import torch_xla
+
+        torch_xla.sync()  # one graph for all; each fetch would run a piece of its own
+        found: list[TensorShard] = []
+        for module, layout in self._layouts.items():
+            for name, place in layout.places.items():
+                key, tensor = self._keys.parameter(module, name), place.tensor
+                boxes = self.sharded(key, place.shape, tensor) if place.is_parameter else self.whole(key, tensor)
+                found += boxes
+        for optimizer in self._optimizers.values():
+            layout = self._layouts[optimizer.module]
+            for name, slot, tensor in optimizer.tensors():
+                place = layout.places[name]
+                shape = self.shape_of_slot(name, slot, tensor, place)
+                found += self.sharded(self._keys.slot(optimizer.module, name, slot), shape, tensor)
+        return found
+
+    @abc.abstractmethod
+    def sharded(self, key: str, shape: tuple[int, ...], tensor: torch.Tensor) -> list[TensorShard]:
+        """Copy the boxes of a parameter, or of state laid out like one.
+
+        Args:
+            key: Its name.
+            shape: The whole tensor's shape.
+            tensor: What the device holds; noted for ``push``.
+        """
+
+    def shape_of_slot(self, name: str, slot: str, tensor: torch.Tensor, place: Place) -> tuple[int, ...]:
+        """Tell the whole shape of optimizer state.
+
+        Args:
+            name: The parameter's name.
+            slot: The state's name.
+            tensor: What the device holds of it.
+            place: Where the parameter is.
+        """
+        del name, slot, place
+        return tuple(tensor.shape)
+
+    @abc.abstractmethod
+    def whole(self, key: str, tensor: torch.Tensor) -> list[TensorShard]:
+        """Copy a tensor of which every process has a copy.
+
+        Args:
+            key: Its name.
+            tensor: What the device holds; noted for ``push``.
+        """
+
+    @abc.abstractmethod
+    def push(self) -> None:
+        """Bring all that was copied back to the devices, now that it was filled."""
+
+    def aliases(self) -> dict[str, str]:
+        """Give the further keys of tied parameters and buffers."""
+        return {
+            self._keys.parameter(module, alias): self._keys.parameter(module, name)
+            for module, layout in self._layouts.items()
+            for alias, name in layout.aliases.items()
+        }
+
+    def optimizers(self) -> dict[str, OptimizerRecord]:
+        """Describe the optimizers."""
+        return {key: optimizer.record() for key, optimizer in self._optimizers.items()}
+
+    def prepare_load(self, slots: Sequence[Slot]) -> None:
+        """Make room for lazily made optimizer state."""
+        self._held = {(slot.module, slot.name, slot.slot) for slot in slots}
+        for optimizer in self._optimizers.values():
+            optimizer.make_room(slots)
+
+    def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
+        """Push what was filled, and bring scalars and hyper-parameters back."""
+        self.push()
+        for optimizer in self._optimizers.values():
+            records = [record for record in optimizers if record.module == optimizer.module]
+            held = {(name, slot) for module, name, slot in self._held if module == optimizer.module}
+            optimizer.restore(records, held)
+
+    def _refuse_shared_parameters(self) -> None:
+        owners: dict[tuple[str, str], str] = {}
+        for key, optimizer in self._optimizers.items():
+            for name in sorted(optimizer.names):
+                other = owners.setdefault((optimizer.module, name), key)
+                if other != key:
+                    raise CheckpointError(
+                        f"optimizers {other!r} and {key!r} both step {name!r}; its state can be kept for one of them "
+                        "only, give the parameter to one."
+                    )
+
+
+class FlatState(DeviceState):
+    """The state of modules whose parameters are cut by elements, or by rows, into one range for each rank.
+
+    Args:
+        layouts: Modules by the user's names.
+        optimizers: Optimizers over their parameters, by the user's names.
+        rank: This rank.
+        world_size: How many there are.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        super().__init__(layouts, optimizers)
+        self._rank = rank
+        self._ownership = Ownership(rank, world_size)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def sharded(self, key: str, shape: tuple[int, ...], tensor: torch.Tensor) -> list[TensorShard]:
+        """Copy this rank's range, without what fills it up so that all ranks' are of one length."""
+        host = self._copied(tensor)
+        elements = torch.Size(shape).numel()
+        start = min(self._rank * tensor.numel(), elements)
+        stop = min(start + tensor.numel(), elements)
+        return shards_of_range(key, shape, start, host.view(-1)[: stop - start])
+
+    def shape_of_slot(self, name: str, slot: str, tensor: torch.Tensor, place: Place) -> tuple[int, ...]:
+        """Give the parameter's; state of another shape than this rank's range belongs nobody knows where.
+
+        Raises:
+            CheckpointError: If it has another shape.
+        """
+        if tensor.shape != place.tensor.shape:
+            raise CheckpointError(
+                f"optimizer state {slot!r} of {name!r} has shape {tuple(tensor.shape)}, this rank's range of the "
+                f"parameter {tuple(place.tensor.shape)}; only state of the parameter's own shape can be saved."
+            )
+        return place.shape
+
+    def whole(self, key: str, tensor: torch.Tensor) -> list[TensorShard]:
+        """Copy a buffer."""
+        return [self._ownership.shard(key, self._copied(tensor))]
+
+    def push(self) -> None:
+        """Copy everything to the device."""
+        import torch_xla
+
+        for tensor, host in self._copies:
+            tensor.detach().copy_(host)
+        torch_xla.sync()
+        self._copies.clear()
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = tensor.detach().cpu().contiguous()
+        self._copies.append((tensor, host))
+        return host
+
+
+class SpreadState(DeviceState):
+    """The state of modules whose tensors are whole to torch, while the compiler keeps parts of them on many devices.
+
+    Args:
+        layouts: Modules by the user's names.
+        optimizers: Optimizers over their parameters, by the user's names.
+        zeros_like: Makes optimizer state spread as a parameter is.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        zeros_like: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    ) -> None:
+        super().__init__(layouts, optimizers, zeros_like)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._parts: list[tuple[Any, Any]] = []
+
+    def sharded(self, key: str, shape: tuple[int, ...], tensor: torch.Tensor) -> list[TensorShard]:
+        """Copy each device's part; nothing is gathered."""
+        from torch_xla.distributed.spmd import wrap_if_sharded
+
+        spread = wrap_if_sharded(tensor.detach())
+        parts = getattr(spread, "local_shards", None)
+        if not parts or any(part.indices is Ellipsis for part in parts):
+            return self.whole(key, tensor)
+        self._parts.append((spread, parts))
+        found = []
+        for part in (part for part in parts if part.replica_id == 0):
+            view = part.data[tuple(slice(0, cut.stop - cut.start) for cut in part.indices)]
+            if view.numel():
+                offsets = tuple(cut.start for cut in part.indices)
+                found.append(TensorShard(key=key, shape=shape, offsets=offsets, view=view))
+        return found
+
+    def whole(self, key: str, tensor: torch.Tensor) -> list[TensorShard]:
+        """Copy a tensor of which every device has a copy."""
+        host = tensor.detach().cpu().contiguous()
+        self._copies.append((tensor, host))
+        return [TensorShard(key=key, shape=tuple(host.shape), offsets=(0,) * host.dim(), view=host)]
+
+    def push(self) -> None:
+        """Bring every part back to its device."""
+        import torch_xla
+
+        for spread, parts in self._parts:
+            spread.load_local_shards_(parts)
+        for tensor, host in self._copies:
+            tensor.detach().copy_(host)
+        torch_xla.sync()
+        self._parts.clear()
+        self._copies.clear()
+
+
+def flat_part(value: torch.Tensor, shard: torch.Tensor, *, rank: int) -> torch.Tensor:
+    """Cut this rank's part out of a whole tensor, laid out like a shard.
+
+    Args:
+        value: A whole tensor in host memory.
+        shard: This rank's shard of a tensor of that shape.
+        rank: This rank.
+
+    Returns:
+        A tensor on the shard's device, zeros where the range reaches past the end.
+    """
+    flat = value.detach().reshape(-1)[rank * shard.numel() : (rank + 1) * shard.numel()]
+    part = torch.zeros(shard.shape, dtype=value.dtype)
+    part.view(-1)[: flat.numel()] = flat
+    return part.to(shard.device)

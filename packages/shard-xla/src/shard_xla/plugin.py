@@ -1,0 +1,71 @@
+"""What this backend says about its strategies, and whether they can run here; pure data and metadata."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from packaging.version import Version
+
+from shard_core.capability import Capability
+from shard_core.options import options_of
+from shard_core.plugins import StrategyInfo, hookimpl
+from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
+
+#: What neither strategy promises: modules are built on the host, and computed in float32 or bfloat16.
+_NEITHER = {Capability.COMPILE, Capability.CPU_OFFLOAD, Capability.FP16, Capability.META_INIT}
+
+FSDP = StrategyInfo(
+    name="xla_fsdp",
+    summary="parameters, gradients and optimizer state sharded over XLA ranks; on CPUs a development mode",
+    factory="shard_xla.strategy:XLAFSDPStrategy",
+    capabilities=frozenset(Capability) - _NEITHER - {Capability.ANY_OPTIMIZER, Capability.ENTRY_METHODS},
+    # Upstream's wrapper shards float32 parameters and no others.
+    precisions=("32-true", "bf16-mixed"),
+    devices=("xla",),
+    options=options_of(XLAFSDPConfig),
+)
+
+SPMD = StrategyInfo(
+    name="xla_spmd",
+    summary="one process whose tensors XLA spreads over all devices of the host",
+    factory="shard_xla.strategy:XLASPMDStrategy",
+    # The compiler reduces gradients in every backward; nobody can tell it to wait.
+    capabilities=frozenset(Capability) - _NEITHER - {Capability.DEFER_SYNC},
+    precisions=("32-true", "bf16-mixed", "bf16-true"),
+    devices=("xla",),
+    options=options_of(XLASPMDConfig),
+    max_ranks=1,
+)
+
+
+@hookimpl
+def shard_strategy(name: str) -> StrategyInfo | None:
+    """Describe a strategy of this backend."""
+    return {info.name: info for info in (FSDP, SPMD)}.get(name)
+
+
+@hookimpl
+def shard_unavailable(name: str) -> str | None:
+    """Say what is wrong with torch_xla, whose import fails in a way nobody understands if torch is another."""
+    if name not in (FSDP.name, SPMD.name):
+        return None
+    torch, torch_xla = _version("torch"), _version("torch_xla")
+    if torch_xla is None:
+        return (
+            "torch_xla is not installed; `pip install torch==2.9.0 torch_xla==2.9.0` into an environment of its own "
+            "brings it together with the torch it is built for."
+        )
+    if torch is None or torch.release[:2] != torch_xla.release[:2]:
+        fitting = ".".join(map(str, torch_xla.release[:2]))
+        return (
+            f"torch_xla {torch_xla} is built for torch {fitting}, and torch {torch or 'is not installed'} is here "
+            f"instead; `pip install torch=={fitting}.0 torch_xla=={torch_xla}` into an environment of its own."
+        )
+    return None
+
+
+def _version(distribution: str) -> Version | None:
+    try:
+        return Version(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return None

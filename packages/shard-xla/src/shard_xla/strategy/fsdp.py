@@ -1,0 +1,176 @@
+"""Fully sharded data parallel training on upstream's XlaFullyShardedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shard_core import Strategy
+from shard_core.collectives.process_group import ProcessGroupCollectives
+from shard_core.errors import InvalidOption
+from shard_core.gradients import LocalGradient
+from shard_core.inference_mode import NoInferenceMode
+from shard_core.replicas import send_values
+from shard_xla.checkpoint import FlatState, flat_part
+from shard_xla.config import XLAFSDPConfig
+from shard_xla.plugin import FSDP
+from shard_xla.strategy import runtime, units
+from shard_xla.strategy.compiling import RecompilationWatch
+from shard_xla.strategy.layout import Layout, check_on_host, release
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.collectives.interface import Collectives
+    from shard_core.parameters import ParameterNames
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Sharded:
+    """A module that was set up: what to call, weakly, and where its tensors are."""
+
+    root: weakref.ref[torch.nn.Module]
+    layout: Layout
+
+
+class XLAFSDPStrategy(Strategy):
+    """Keeps on every rank only a shard of parameters, gradients and optimizer state, on an XLA device.
+
+    On CPUs the ranks talk through the host: training as on TPUs, to develop and test with, not to be fast.
+
+    Example:
+        >>> XLAFSDPStrategy(devices=2, reshard_after_forward=False).config.reshard_after_forward
+        False
+    """
+
+    default_info = FSDP
+    config_type = XLAFSDPConfig
+    config: XLAFSDPConfig
+    _sharded: weakref.WeakKeyDictionary[torch.nn.Module, _Sharded]
+    _watch: RecompilationWatch
+
+    def engine_collectives(self, name: str | None) -> Collectives:
+        """Talk through a process group in host memory."""
+        if name not in (None, "host"):
+            raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'host'.")
+        return ProcessGroupCollectives(
+            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
+        )
+
+    def engine_mesh(self) -> DeviceMesh | None:
+        """Bring the device up; every rank sees its own data."""
+        runtime.start(self.info.name, devices=1, spmd=False)
+        # Made on the rank it serves: what they hold cannot travel there with the strategy.
+        self._sharded = weakref.WeakKeyDictionary()
+        self._watch = RecompilationWatch()
+        if self.collectives.rank == 0:
+            runtime.announce(
+                f"strategy {self.info.name!r} runs on CPUs with collectives='host', a development mode: every unit's "
+                "forward and backward waits for messages between host processes."
+            )
+        return None
+
+    def engine_seed(self, seed: int) -> None:
+        """Seed the device."""
+        runtime.seed(seed)
+
+    def engine_random_state(self) -> torch.Tensor:
+        """Tell where the generator of the device stands."""
+        return runtime.random_state()
+
+    def engine_set_random_state(self, state: torch.Tensor) -> None:
+        """Put the generator of the device where it stood."""
+        runtime.set_random_state(state)
+
+    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
+        """Build as plain PyTorch does, on the host; setup shards unit by unit."""
+        del empty_init
+        return contextlib.nullcontext()
+
+    def engine_setup(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
+    ) -> torch.nn.Module:
+        """Shard rank 0's values over all ranks; shards stand under their parameters' names in the module."""
+        check_on_host(names)
+        send_values(module)
+        layout = Layout(module)
+        root = units.shard(module, self.config, rank=self.global_rank, world_size=self.world_size)
+        layout.tie_buffers()
+        self._sharded[module] = _Sharded(weakref.ref(root), layout)
+        self._repoint(optimizers, names, layout)
+        release(names)
+        NoInferenceMode(root)
+        return root
+
+    def engine_add_optimizer(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> None:
+        """Point the optimizer at the shards."""
+        self._repoint([optimizer], names, self._sharded[module].layout)
+
+    def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Let whole gradients add up on this rank."""
+        context: contextlib.AbstractContextManager[None] = module.no_sync()  # type: ignore[operator]
+        return context
+
+    def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
+        """Run autograd; gradients are reduced and cut as soon as a parameter's is there."""
+        del module
+        loss.backward(**kwargs)
+        for root in self._roots():
+            units.send_gradients(root)
+
+    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
+        """Give this rank's ranges of the gradients; what fills them up is zero."""
+        return [
+            LocalGradient(parameter.grad, (dist.group.WORLD,))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
+        """Step, and run what is pending: else the graph would grow from step to step."""
+        import torch_xla
+
+        optimizer.step(closure, **kwargs)
+        for root in self._roots():
+            units.forget(root)
+        torch_xla.sync()
+        self._watch.step()
+
+    def engine_checkpoint_form(self) -> str | None:
+        """Write what the option says."""
+        return self.config.state_dict_type
+
+    def engine_state(
+        self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> TrainingState:
+        """Describe which range of which parameter this rank holds."""
+        for root in self._roots():
+            units.forget(root)
+        layouts = {key: self._sharded[module].layout for key, module in modules.items()}
+        return FlatState(layouts, optimizers, rank=self.global_rank, world_size=self.world_size)
+
+    def _repoint(self, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames, layout: Layout) -> None:
+        shapes = {id(layout.places[name].tensor): layout.shape_of(name) for name in layout.places}
+        names.repoint(optimizers, layout.parameters, functools.partial(_laid_out, shapes, self.global_rank))
+
+    def _roots(self) -> list[torch.nn.Module]:
+        roots = (sharded.root() for sharded in self._sharded.values())
+        return [root for root in roots if root is not None]
+
+
+def _laid_out(shapes: Mapping[int, tuple[int, ...]], rank: int, shard: torch.Tensor, value: Any) -> Any:
+    """Cut a rank's part out of optimizer state that was made for whole parameters."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or tuple(value.shape) != shapes[id(shard)]:
+        return value
+    return flat_part(value.to(shard.dtype) if value.is_floating_point() else value, shard, rank=rank)

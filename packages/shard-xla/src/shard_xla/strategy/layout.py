@@ -1,0 +1,147 @@
+"""What stands where: a module's tensors by the user's names, however wrappers and devices hold them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from shard_core.errors import CheckpointError, SetupError
+from shard_core.parameters import plain_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_core.parameters import ParameterNames
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor hangs; wrappers come between modules, but an owner stays the owner.
+
+    Attributes:
+        owner: The module.
+        attribute: Its attribute.
+        shape: The whole tensor's shape.
+        is_parameter: Whether it is a parameter, not a buffer.
+    """
+
+    owner: nn.Module
+    attribute: str
+    shape: tuple[int, ...]
+    is_parameter: bool
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What stands there now."""
+        named = self.owner.named_parameters if self.is_parameter else self.owner.named_buffers
+        return dict(named(recurse=False, remove_duplicate=False))[self.attribute]
+
+
+class Layout:
+    """A module's parameters and persistent buffers, noted before anything was wrapped around its parts.
+
+    Args:
+        module: The user's, as it was given.
+
+    Attributes:
+        places: Each tensor under the first of its names.
+        aliases: The further names of tied tensors, and the first.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.places: dict[str, Place] = {}
+        self.aliases: dict[str, str] = {}
+        self._everywhere: dict[str, Place] = {}
+        state = module.state_dict(keep_vars=True)
+        self._extra = next((plain_name(name) for name in state if name.endswith("_extra_state")), None)
+        first: dict[int, str] = {}
+        for raw, tensor in _named(module):
+            path, _, attribute = raw.rpartition(".")
+            place = Place(
+                owner=module.get_submodule(path),
+                attribute=attribute,
+                shape=tuple(tensor.shape),
+                is_parameter=isinstance(tensor, torch.nn.Parameter),
+            )
+            name = plain_name(raw)
+            self._everywhere[name] = place
+            if not place.is_parameter and raw not in state:
+                continue
+            owner = first.setdefault(id(tensor), name)
+            if owner == name:
+                self.places[name] = place
+            else:
+                self.aliases[name] = owner
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters as they are now, under each of their names."""
+        return {name: place.tensor for name, place in self._everywhere.items() if place.is_parameter}
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Give the name of this very parameter, or None if the module does not have it."""
+        return next(
+            (name for name, place in self.places.items() if place.is_parameter and place.tensor is tensor), None
+        )
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Give the shape of the whole tensor of a name."""
+        return self.places[name].shape
+
+    def check_complete(self, module: str) -> None:
+        """Refuse to save a module that keeps state which is no tensor.
+
+        Args:
+            module: The user's name for it.
+
+        Raises:
+            CheckpointError: Naming that state.
+        """
+        if self._extra is not None:
+            raise CheckpointError(
+                f"module {module!r} keeps {self._extra!r} through get_extra_state(), which a checkpoint does not hold; "
+                "put the value into a buffer."
+            )
+
+    def tie_buffers(self) -> None:
+        """Make buffers one again that were moved to the device one by one."""
+        for alias, name in self.aliases.items():
+            if not self.places[name].is_parameter:
+                there = self._everywhere[alias]
+                setattr(there.owner, there.attribute, self.places[name].tensor)
+
+
+def check_on_host(names: ParameterNames) -> None:
+    """Refuse a module that is elsewhere: on its way to an XLA device, ties would have been lost.
+
+    Args:
+        names: Its parameters.
+
+    Raises:
+        SetupError: Naming the first parameter that is not in host memory.
+    """
+    for parameter in names.parameters():
+        if parameter.device.type != "cpu":
+            raise SetupError(
+                f"parameter {names.of(parameter)!r} is on {parameter.device}; leave the module on the CPU, setup takes "
+                "its parts to the device (`module.to('xla')` would untie tied weights without a word)."
+            )
+
+
+def release(names: ParameterNames) -> None:
+    """Free the host memory of parameters that live on the device now.
+
+    Args:
+        names: The parameters as they were.
+    """
+    for parameter in names.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = torch.empty((0,) * max(1, parameter.dim()), dtype=parameter.dtype)
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -1,0 +1,139 @@
+"""Fully sharded data parallel training in one process: XLA's compiler spreads tensors over all devices."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core import Strategy
+from shard_core.collectives.single import SingleCollectives
+from shard_core.errors import InvalidOption
+from shard_core.inference_mode import NoInferenceMode
+from shard_core.strategy.torch_engine import TorchEngine
+from shard_xla.checkpoint import SpreadState
+from shard_xla.config import XLASPMDConfig
+from shard_xla.plugin import SPMD
+from shard_xla.strategy import runtime, spreading
+from shard_xla.strategy.compiling import RecompilationWatch
+from shard_xla.strategy.layout import Layout, check_on_host, release
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.collectives.interface import Collectives
+    from shard_core.parameters import ParameterNames
+
+
+class XLASPMDStrategy(TorchEngine, Strategy):
+    """Spreads parameters, gradients, optimizer state and samples over all XLA devices of one process.
+
+    To torch every tensor is whole and there is one rank, which sees the global batch; the compiler
+    cuts tensors and inserts the messages. A process that has begun so cannot do otherwise any more.
+
+    Example:
+        >>> XLASPMDStrategy(virtual_devices=4).config.virtual_devices
+        4
+    """
+
+    default_info = SPMD
+    config_type = XLASPMDConfig
+    config: XLASPMDConfig
+    _layouts: weakref.WeakKeyDictionary[torch.nn.Module, Layout]
+    _watch: RecompilationWatch
+    _devices: Any
+
+    def engine_collectives(self, name: str | None) -> Collectives:
+        """Talk to nobody: devices talk inside the compiled graph."""
+        if name not in (None, "single"):
+            raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'single'.")
+        return SingleCollectives()
+
+    def engine_mesh(self) -> DeviceMesh | None:
+        """Bring the devices up; none of them is a rank."""
+        runtime.start(self.info.name, devices=self.config.virtual_devices, spmd=True)
+        self._layouts = weakref.WeakKeyDictionary()
+        self._watch = RecompilationWatch()
+        self._devices = spreading.make_mesh()
+        return None
+
+    def engine_seed(self, seed: int) -> None:
+        """Seed the devices."""
+        runtime.seed(seed)
+
+    def engine_random_state(self) -> torch.Tensor:
+        """Tell where the generator of the devices stands."""
+        return runtime.random_state()
+
+    def engine_set_random_state(self, state: torch.Tensor) -> None:
+        """Put the generator of the devices where it stood."""
+        runtime.set_random_state(state)
+
+    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
+        """Build as plain PyTorch does, on the host."""
+        del empty_init
+        return contextlib.nullcontext()
+
+    def engine_setup(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
+    ) -> torch.nn.Module:
+        """Take the module to the devices, tied as it is, and spread it."""
+        check_on_host(names)
+        layout = Layout(module)
+        spreading.to_device(module, self.root_device)
+        for parameter in module.parameters():
+            spreading.spread(parameter, self._devices)
+        self._layouts[module] = layout
+        self._repoint(optimizers, names, layout)
+        release(names)
+        root = spreading.wrap(module, self.config, self._devices)
+        NoInferenceMode(root)
+        return root
+
+    def engine_add_optimizer(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> None:
+        """Point the optimizer at the parameters on the devices."""
+        self._repoint([optimizer], names, self._layouts[module])
+
+    def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Have nothing to offer: the compiler reduces gradients in every backward."""
+        del module
+        return contextlib.nullcontext()
+
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
+        """Step, and run what is pending: else the graph would grow from step to step."""
+        import torch_xla
+
+        super().engine_step(optimizer, closure, **kwargs)
+        torch_xla.sync()
+        self._watch.step()
+
+    def engine_checkpoint_form(self) -> str | None:
+        """Write what the option says."""
+        return self.config.state_dict_type
+
+    def engine_state(
+        self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> TrainingState:
+        """Describe which part of which tensor each device holds."""
+        layouts = {key: self._layouts[module] for key, module in modules.items()}
+        return SpreadState(layouts, optimizers, self._zeros_like)
+
+    def _repoint(self, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames, layout: Layout) -> None:
+        names.repoint(optimizers, layout.parameters, self._laid_out)
+
+    def _laid_out(self, parameter: torch.Tensor, value: Any) -> Any:
+        """Spread optimizer state that was made on the host."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        there = value.to(self.root_device, parameter.dtype if value.is_floating_point() else value.dtype)
+        return spreading.spread(there, self._devices) if value.shape == parameter.shape else there
+
+    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        # From the host: zeros made on the device would be a constant, of which every device keeps all.
+        return spreading.spread(torch.zeros(parameter.shape, dtype=dtype).to(self.root_device), self._devices)

@@ -1,0 +1,195 @@
+"""Wrapping a module's units in upstream's XlaFullyShardedDataParallel, with collectives over the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from shard_core.errors import SetupError
+from shard_xla import collectives
+from shard_xla._versions import forget_whole_parameters, register_in_place, shards_to_gather, take_over_collectives
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
+
+log = logging.getLogger(__name__)
+
+#: Options that upstream's constructor takes as they are.
+_KEYWORDS = (
+    "reshard_after_forward",
+    "execute_sharding_on_init",
+    "optimization_barrier_in_forward",
+    "optimization_barrier_in_backward",
+    "sync_on_finalization",
+    "disable_reshard_on_root",
+    "shard_param_on_dim_0",
+)
+
+_MIB = 2**20
+
+
+def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: int) -> nn.Module:
+    """Shard a module's parameters over all ranks, unit by unit; they keep their names in it.
+
+    Args:
+        module: The user's, in host memory.
+        config: The options.
+        rank: This rank.
+        world_size: How many there are.
+
+    Returns:
+        What to call.
+
+    Raises:
+        SetupError: If a parameter cannot be cut as the options say.
+    """
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
+
+    if config.shard_param_on_dim_0:
+        _refuse_scalars(module)
+    keywords = {name: getattr(config, name) for name in _KEYWORDS}
+    # Upstream would take XLA's own world, and each process is a world of its own there.
+    keywords |= {
+        "sharding_groups": [list(range(world_size))],
+        "sharding_rank": rank,
+        "sharding_world_size": world_size,
+    }
+    root: nn.Module = XlaFullyShardedDataParallel(
+        module,
+        auto_wrap_policy=wrap_policy(module, config),
+        auto_wrapper_callable=wrapper(XlaFullyShardedDataParallel, checkpoint_module, config),
+        **keywords,
+    )
+    for unit in units_of(root):
+        take_over_collectives(
+            unit,
+            all_gather=collectives.AllGather(functools.partial(shards_to_gather, unit)),
+            all_reduce=collectives.all_reduce,
+            reduce_scatter=collectives.ReduceScatter(config.reduce_scatter_bucket_size_mb * _MIB),
+            coalesce=config.coalesce_all_gather_ops,
+        )
+        register_in_place(unit)
+    return root
+
+
+def units_of(root: nn.Module) -> Iterator[Any]:
+    """List the units of a module that was sharded, the root's among them.
+
+    Args:
+        root: What ``shard`` returned.
+    """
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    return (each for each in root.modules() if isinstance(each, XlaFullyShardedDataParallel))
+
+
+def send_gradients(root: nn.Module) -> None:
+    """Send the gradients that still wait for others to share their message with.
+
+    Args:
+        root: What ``shard`` returned.
+    """
+    for unit in units_of(root):
+        unit.reduce_scatter_op.flush()
+
+
+def forget(root: nn.Module) -> None:
+    """Let the next forward gather all parameters anew: their shards have changed.
+
+    Args:
+        root: What ``shard`` returned.
+    """
+    for unit in units_of(root):
+        forget_whole_parameters(unit)
+
+
+def wrap_policy(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> Callable[..., bool] | None:
+    """Make upstream's policy of what the user said; what shares a parameter with something outside is no unit.
+
+    Upstream would untie such a parameter without a word: each unit would shard a copy.
+
+    Args:
+        module: The whole module.
+        config: The options.
+
+    Returns:
+        A policy, or None for no units but the root.
+    """
+    chosen = config.auto_wrap_policy
+    if chosen is None:
+        return None
+    if isinstance(chosen, set | frozenset):
+        from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+        chosen = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=chosen)
+    return _Untorn(chosen, frozenset(map(id, _torn(module))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Untorn:
+    """A policy that leaves to the unit around it what shares a parameter with something outside."""
+
+    policy: Callable[..., bool]
+    torn: frozenset[int]
+
+    def __call__(self, module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
+        """Decide as the user's policy does, but for those."""
+        wrap = self.policy(module=module, recurse=recurse, unwrapped_params=unwrapped_params)
+        if wrap and not recurse and id(module) in self.torn:
+            log.info("a %s shares a parameter with something outside it: no unit of its own", type(module).__name__)
+            return False
+        return wrap
+
+
+def _torn(module: nn.Module) -> Iterator[nn.Module]:
+    """List the submodules that share a parameter with something outside them."""
+    holders: dict[int, int] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    for part in module.modules():
+        inside: dict[int, int] = {}
+        for each in part.modules():
+            for parameter in each.parameters(recurse=False):
+                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        if any(count < holders[key] for key, count in inside.items()):
+            yield part
+
+
+def wrapper(
+    upstream: Callable[..., nn.Module],
+    checkpoint: Callable[[nn.Module], nn.Module],
+    config: XLAFSDPConfig | XLASPMDConfig,
+) -> Callable[..., nn.Module] | None:
+    """Make what wraps a unit: upstream's class, around a checkpointed forward for the classes the user named.
+
+    Args:
+        upstream: The class.
+        checkpoint: Makes a module compute its activations again in backward.
+        config: The options.
+
+    Returns:
+        A callable of a module, or None for the class itself.
+    """
+    classes = config.activation_checkpointing_policy
+    if classes is None:
+        return None
+
+    def wrap(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return upstream(checkpoint(module) if isinstance(module, tuple(classes)) else module, *args, **kwargs)
+
+    return wrap
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise SetupError(
+                f"shard_param_on_dim_0=True cannot cut {name!r}, which has no dimension; make it a parameter of one "
+                "element, or leave the option False."
+            )

@@ -1,0 +1,211 @@
+"""What goes wrong silently with XLA's wrappers elsewhere, and does not here."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from xla_environments import HASTY, spread_over
+
+from shard_core import get_strategy
+from shard_core.errors import InvalidOption, RankFailed, SetupError
+from shard_core.testing import models, oracle
+from shard_core.testing.training import set_up, step, whole_weights
+
+STEPS = 3
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"name": "xla_fsdp", "accelerator": "xla", **more}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + torch.tanh(self.linear(inputs)) * self.scale
+
+
+class Blocks(nn.Module):
+    """Three blocks, of which the first and the last share a weight if they are tied."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+        if tied:
+            self.blocks[2].linear.weight = self.blocks[0].linear.weight
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return nn.functional.mse_loss(self.head(inputs), targets)
+
+
+def tied_blocks() -> nn.Module:
+    return Blocks(tied=True)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
+
+
+def train(make: Any, chosen: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    with get_strategy(**chosen) as strategy:
+        model, optimizer = set_up(strategy, make, sgd)
+        losses = [step(strategy, model, optimizer, batch) for batch in models.batches("plain", STEPS, 12)]
+        units = sum(type(part).__name__.endswith("FullyShardedDataParallel") for part in model.modules())
+        return losses, whole_weights(strategy, model), units
+
+
+UNITS = [
+    (Blocks, {"auto_wrap_policy": {Block}}, 4),
+    (tied_blocks, {"auto_wrap_policy": {Block}}, 2),  # both owners of the tie stay with the root
+    (Blocks, {"auto_wrap_policy": {Block}, "activation_checkpointing_policy": {Block}}, 4),
+]
+
+
+def assert_like_plain(answers: list[Any], make: Any, units: int) -> None:
+    truth = oracle.train(make, sgd, models.batches("plain", STEPS, 12))
+    for losses, weights, found in answers:
+        assert found == units
+        oracle.assert_same_numbers("loss", losses, truth.losses, 1e-6)
+        assert weights.keys() == truth.weights.keys()
+        oracle.assert_same_weights(weights, truth.weights, 1e-5)
+
+
+@pytest.mark.parametrize(("make", "chosen", "units"), UNITS)
+def test_units_train_like_plain_pytorch(worlds: Any, make: Any, chosen: dict[str, Any], units: int) -> None:
+    assert_like_plain(worlds(2, HASTY).run(train, make, options(**chosen), timeout=240), make, units)
+
+
+@pytest.mark.parametrize(("make", "chosen", "units"), UNITS)
+def test_spread_units_train_like_plain_pytorch(worlds: Any, make: Any, chosen: dict[str, Any], units: int) -> None:
+    told = {"name": "xla_spmd", "accelerator": "xla", **chosen}
+    assert_like_plain(worlds(1, spread_over(4)).run(train, make, told, timeout=240), make, units)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"shard_param_on_dim_0": True, "coalesce_all_gather_ops": True},
+        {"reshard_after_forward": False, "disable_reshard_on_root": False, "reduce_scatter_bucket_size_mb": 1},
+        {"sync_on_finalization": True, "execute_sharding_on_init": False, "optimization_barrier_in_backward": False},
+    ],
+)
+def test_upstreams_options_do_not_change_the_result(worlds: Any, chosen: dict[str, Any]) -> None:
+    told = options(auto_wrap_policy={Block}, **chosen)
+    assert_like_plain(worlds(2, HASTY).run(train, Blocks, told, timeout=240), Blocks, 4)
+
+
+class Broken(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise ValueError("the file of sample 5 is cut short")
+        return torch.full((2,), float(index))
+
+
+def read_what_is_broken() -> None:
+    with get_strategy(**options()) as strategy:
+        for _ in strategy.process_dataloader(DataLoader(Broken(), batch_size=2)):
+            pass
+
+
+def test_a_data_sets_exception_ends_the_loop(worlds: Any) -> None:
+    with pytest.raises(RankFailed, match="the file of sample 5 is cut short"):
+        worlds(1, HASTY).run(read_what_is_broken)
+
+
+def forget_nothing() -> list[float]:
+    """Evaluate after the backward: upstream would keep those whole weights for the next training forward."""
+    with get_strategy(**options()) as strategy:
+        model, optimizer = set_up(strategy, "plain", sgd)
+        losses = []
+        for batch in models.batches("plain", STEPS, 12):
+            share = models.share_of(strategy, batch)
+            loss = model(*share)
+            strategy.backward(loss, model)
+            with torch.no_grad():
+                model(*share)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            losses.append(float(strategy.all_reduce(loss.detach())))
+        return losses
+
+
+def test_evaluation_before_the_step_leaves_no_old_weights(worlds: Any) -> None:
+    truth = oracle.train(lambda: models.make("plain"), sgd, models.batches("plain", STEPS, 12))
+    for losses in worlds(2, HASTY).run(forget_nothing, timeout=240):
+        oracle.assert_same_numbers("loss", losses, truth.losses, 1e-6)
+
+
+def shapes_that_never_end(sizes: list[int]) -> list[str]:
+    with get_strategy(**options()) as strategy, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer = set_up(strategy, "plain", sgd)
+        for size in sizes:
+            batch = strategy.batch_to_device(models.batches("plain", 1, size)[0])
+            strategy.backward(model(*batch), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return [str(each.message) for each in caught if "compiled new graphs" in str(each.message)]
+
+
+def test_endless_recompilation_is_said_and_not_at_every_step(worlds: Any) -> None:
+    assert worlds(1, HASTY).run(shapes_that_never_end, [4] * 12, timeout=240) == [[]]
+    ((warning,),) = worlds(1, HASTY).run(shapes_that_never_end, list(range(4, 18)), timeout=240)
+    assert "drop_last=True" in warning
+
+
+def set_up_on_the_device() -> None:
+    with get_strategy(**options()) as strategy:
+        model = models.make("gpt").to(strategy.root_device)
+        strategy.setup_module(model)
+
+
+def test_a_module_that_was_moved_is_refused(worlds: Any) -> None:
+    with pytest.raises(RankFailed, match=r"leave the module on the CPU.*untie"):
+        worlds(1, HASTY).run(set_up_on_the_device)
+
+
+def start(chosen: dict[str, Any]) -> str:
+    try:
+        with get_strategy(**chosen):
+            return "started"
+    except SetupError as error:
+        return str(error)
+
+
+def test_the_modes_of_a_process_do_not_mix(worlds: Any) -> None:
+    assert worlds(1, HASTY).run(start, options()) == ["started"]
+    (message,) = worlds(1, HASTY).run(start, {"name": "xla_spmd", "accelerator": "xla"})
+    assert "has not used XLA before" in message
+    (message,) = worlds(1, spread_over(4)).run(start, {"name": "xla_spmd", "accelerator": "xla", "virtual_devices": 2})
+    assert "wants 2 XLA devices, but this process uses 4" in message
+    (message,) = worlds(1, spread_over(4)).run(start, options())
+    assert "cannot be left" in message
+
+
+def test_other_collectives_are_refused() -> None:
+    with pytest.raises(InvalidOption, match="it has: 'host'"):
+        get_strategy(**options(collectives="process_group"))
+
+
+def backward_and_start() -> str:
+    torch.ones((), requires_grad=True).mul(2.0).backward()
+    return start(options())
+
+
+def test_a_backward_before_torch_xla_was_imported_is_named(worlds: Any) -> None:
+    (message,) = worlds(1, {**HASTY, "PJRT_DEVICE": "CPU"}).run(backward_and_start, timeout=240)
+    assert "a backward ran before torch_xla was imported" in message

@@ -1,0 +1,11 @@
+"""The environments that ranks on XLA are started with."""
+
+from __future__ import annotations
+
+#: Compiling takes most of the time; what is compiled in tests runs a few times only.
+HASTY = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+
+
+def spread_over(devices: int) -> dict[str, str]:
+    """Start the process in SPMD mode, which a rank's reset between tests must not take away."""
+    return {**HASTY, "CPU_NUM_DEVICES": str(devices), "XLA_USE_SPMD": "1"}
