@@ -5,23 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from shard_core.checkpoint.box import Box, Integers, tiling_flaw
+from shard_core.checkpoint.cut import Cut
 from shard_core.checkpoint.dtypes import ITEM_SIZES
 from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord
 from shard_core.errors import CheckpointCorrupted
 
+if TYPE_CHECKING:
+    from shard_core.checkpoint.box import Box, Integers
+
 Columns = dict[str, npt.NDArray[Any]]
 
-#: ``rows`` says where each tensor's chunks begin (one more than there are tensors); ``offsets`` and
-#: ``sizes`` hold as many integers per chunk as its tensor has dims, ``digests`` as many as it has blocks.
-COLUMNS = {"rows": "i8", "file": "i4", "begin": "i8", "offsets": "i8", "sizes": "i8", "digests": "u8"}
+#: Tensors that are cut alike share a ``cut``, which has ``rows`` boxes (where each cut's begin, and where the last
+#: end), of as many ``offsets`` and ``sizes`` as the tensors have dims. Each tensor has one ``file`` and one ``begin``
+#: per box of its cut, and as many ``digests`` as these chunks have blocks.
+COLUMNS = {"cut": "i4", "rows": "i8", "offsets": "i8", "sizes": "i8", "file": "i4", "begin": "i8", "digests": "u8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,12 +66,15 @@ class Chunk:
 
 
 class ChunkIndex:
-    """Chunks sorted by tensor, a column of integers for each of their properties.
+    """Chunks by tensor, a column of integers for each of their properties.
 
     Args:
-        tensors: The full tensors, in the order of ``rows``.
+        tensors: The full tensors.
         files: The files that ``file`` counts.
         columns: As ``COLUMNS`` says.
+
+    Attributes:
+        digest_counts: How many digests each tensor has.
 
     Raises:
         CheckpointCorrupted: If the columns contradict each other or the tensors.
@@ -78,13 +85,15 @@ class ChunkIndex:
         self.files = tuple(files)
         self.columns = columns
         self._position = {tensor.key: place for place, tensor in enumerate(self.tensors)}
-        self.counts = self._check_rows()
-        self._extent_rows = starts(self.counts * [len(tensor.shape) for tensor in self.tensors])
-        if not len(columns["offsets"]) == len(columns["sizes"]) == self._extent_rows[-1]:
-            raise CheckpointCorrupted("the index of chunks does not hold one box per chunk.")
-        self.bytes = self._chunk_bytes()
-        self.digest_rows = starts(self.blocks)
-        if len(columns["digests"]) != self.digest_rows[-1]:
+        self._cuts = _cuts(self.tensors, columns)
+        self._cut_of = columns["cut"].tolist()
+        self._rows = starts([len(self._cuts[cut]) for cut in self._cut_of])
+        if not len(columns["file"]) == len(columns["begin"]) == self._rows[-1]:
+            raise CheckpointCorrupted("the index of chunks does not say of each chunk where it is.")
+        self._digests: dict[tuple[int, int], Integers] = {}
+        self.digest_counts = np.array([self._digest_rows(place)[-1] for place in range(len(tensors))], dtype=np.int64)
+        self._first_digest = starts(self.digest_counts)
+        if len(columns["digests"]) != self._first_digest[-1]:
             raise CheckpointCorrupted("the index of chunks does not hold one digest per block.")
 
     @classmethod
@@ -107,11 +116,6 @@ class ChunkIndex:
         """Count the chunks."""
         return len(self.columns["file"])
 
-    @property
-    def blocks(self) -> Integers:
-        """How many digests each chunk has."""
-        return -(-self.bytes // BLOCK_BYTES)
-
     def record(self, key: str) -> TensorRecord:
         """Describe a full tensor."""
         return self.tensors[self._position[key]]
@@ -124,20 +128,17 @@ class ChunkIndex:
             within: Only those that share an element with this box.
         """
         position = self._position[key]
-        rows = np.arange(self.columns["rows"][position], self.columns["rows"][position + 1])
-        offsets, sizes = self._extents(position)
-        if within is not None:
-            first = np.asarray(within.offsets, dtype=np.int64)
-            end = first + np.asarray(within.sizes, dtype=np.int64)
-            meets = ((offsets < end) & (offsets + sizes > first)).all(axis=1)
-            rows, offsets, sizes = rows[meets], offsets[meets], sizes[meets]
-        for row, offset, size in zip(rows.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
-            yield Chunk(
-                file=int(self.columns["file"][row]),
-                begin=int(self.columns["begin"][row]),
-                box=Box(tuple(offset), tuple(size)),
-                digests=self.columns["digests"][self.digest_rows[row] : self.digest_rows[row + 1]].tolist(),
-            )
+        cut = self._cuts[self._cut_of[position]]
+        for row in range(len(cut)) if within is None else cut.meeting(within).tolist():
+            yield self._chunk(position, row)
+
+    def in_file(self, number: int) -> Iterator[tuple[TensorRecord, Chunk]]:
+        """Give the chunks of one file and their tensors, in the order of their bytes."""
+        chunks = np.flatnonzero(self.columns["file"] == number)
+        chunks = chunks[np.argsort(self.columns["begin"][chunks], kind="stable")]
+        positions = np.searchsorted(self._rows, chunks, side="right") - 1
+        for position, row in zip(positions.tolist(), (chunks - self._rows[positions]).tolist(), strict=True):
+            yield self.tensors[position], self._chunk(position, row)
 
     def check(self) -> None:
         """Prove that the chunks tile every tensor and that no byte of a file belongs to two.
@@ -145,47 +146,86 @@ class ChunkIndex:
         Raises:
             CheckpointCorrupted: Naming the first tensor or file that is wrong.
         """
-        for position, tensor in enumerate(self.tensors):
-            flaw = tiling_flaw(tensor.shape, *self._extents(position))
+        for number, cut in enumerate(self._cuts):
+            flaw = cut.flaw()
             if flaw:
-                raise CheckpointCorrupted(
-                    f"{tensor.key!r} of shape {tensor.shape} is not covered exactly once: {flaw}."
-                )
-        file, begin = self.columns["file"].astype(np.int64), self.columns["begin"]
+                key = self.tensors[self._cut_of.index(number)].key
+                raise CheckpointCorrupted(f"{key!r} of shape {cut.shape} is not covered exactly once: {flaw}.")
+        file, begin = self.columns["file"], self.columns["begin"]
         if ((file < 0) | (file >= len(self.files))).any():
             raise CheckpointCorrupted("the index of chunks points to a file that the manifest does not name.")
-        lengths = np.array([record.bytes for record in self.files], dtype=np.int64)
-        items = np.repeat([ITEM_SIZES[tensor.dtype] for tensor in self.tensors], self.counts)
-        if ((begin < 0) | (begin > lengths[file] - self.bytes) | (begin % items != 0)).any():
+        lengths = [record.bytes for record in self.files]
+        if sum(lengths) > np.iinfo(np.int64).max:
+            raise CheckpointCorrupted("the manifest claims more bytes than files can have.")
+        sizes = self._chunk_bytes()
+        room = np.array(lengths, dtype=np.int64)[file] - sizes
+        items = np.repeat([ITEM_SIZES[tensor.dtype] for tensor in self.tensors], np.diff(self._rows))
+        if ((begin < 0) | (begin > room) | (begin % items != 0)).any():
             raise CheckpointCorrupted("the index of chunks points outside a file, or between two elements.")
-        order = np.lexsort((begin + self.bytes, begin, file))
-        ends = (begin + self.bytes)[order]
-        if ((np.diff(file[order]) == 0) & (begin[order][1:] < ends[:-1])).any():
+        del room, items
+        # With all files in a row no chunk begins before the one before it has ended: then each begins after as
+        # many have ended as there are before it, which takes no pairing of begins with ends.
+        first = (starts(lengths)[file] + begin)[sizes > 0]
+        last = first + sizes[sizes > 0]
+        first.sort()
+        last.sort()
+        if (first[1:] < last[:-1]).any():
             raise CheckpointCorrupted("the index of chunks gives some bytes of a file to two chunks.")
 
-    def _check_rows(self) -> Integers:
-        rows, number = self.columns["rows"], len(self.columns["file"])
-        if len(rows) != len(self.tensors) + 1 or len(self.columns["begin"]) != number:
-            raise CheckpointCorrupted("the index of chunks is of other tensors than the manifest names.")
-        counts: Integers = np.diff(rows)
-        if rows[0] != 0 or rows[-1] != number or (counts < 0).any():
-            raise CheckpointCorrupted("the index of chunks does not say which chunks belong to which tensor.")
-        return counts
+    def _chunk(self, position: int, row: int) -> Chunk:
+        at = self._rows[position] + row
+        digests = self._digest_rows(position)[row : row + 2] + self._first_digest[position]
+        return Chunk(
+            file=int(self.columns["file"][at]),
+            begin=int(self.columns["begin"][at]),
+            box=self._cuts[self._cut_of[position]].box(row),
+            digests=self.columns["digests"][slice(*digests)].tolist(),
+        )
 
-    def _extents(self, position: int) -> tuple[Integers, Integers]:
-        span = slice(self._extent_rows[position], self._extent_rows[position + 1])
-        shape = (int(self.counts[position]), len(self.tensors[position].shape))
-        return self.columns["offsets"][span].reshape(shape), self.columns["sizes"][span].reshape(shape)
+    def _digest_rows(self, position: int) -> Integers:
+        """Tell where the digests of a tensor's chunks begin among the tensor's."""
+        kind = self._cut_of[position], ITEM_SIZES[self.tensors[position].dtype]
+        if kind not in self._digests:
+            self._digests[kind] = starts(-(-self._cuts[kind[0]].volumes * kind[1] // BLOCK_BYTES))
+        return self._digests[kind]
 
     def _chunk_bytes(self) -> Integers:
-        volumes = [np.empty(0, dtype=np.int64)]
+        sizes = np.empty(len(self), dtype=np.int64)
         for position, tensor in enumerate(self.tensors):
-            sizes = self._extents(position)[1]
-            # Checked before they are multiplied: the product of two wild sizes may look harmless.
-            if ((sizes < 0) | (sizes > np.asarray(tensor.shape, dtype=np.int64))).any():
-                raise CheckpointCorrupted(f"a chunk of {tensor.key!r} is larger than the tensor.")
-            volumes.append(sizes.prod(axis=1, dtype=np.int64) * ITEM_SIZES[tensor.dtype])
-        return np.concatenate(volumes)
+            volumes = self._cuts[self._cut_of[position]].volumes
+            sizes[self._rows[position] : self._rows[position + 1]] = volumes * ITEM_SIZES[tensor.dtype]
+        return sizes
+
+
+def _cuts(tensors: Sequence[TensorRecord], columns: Columns) -> list[Cut]:
+    """Read how the tensors are cut.
+
+    Raises:
+        CheckpointCorrupted: If the columns do not say it.
+    """
+    rows = columns["rows"]
+    numbers, users = np.unique(columns["cut"], return_index=True)
+    if len(columns["cut"]) != len(tensors) or len(rows) != len(numbers) + 1:
+        raise CheckpointCorrupted("the index of chunks is of other tensors than the manifest names.")
+    counts = np.diff(rows)
+    strange = (numbers != np.arange(len(numbers))).any() or rows[0] != 0
+    if strange or ((counts < 0) | (counts > len(columns["file"]))).any():
+        raise CheckpointCorrupted("the index of chunks does not say which chunks belong to which tensor.")
+    shapes = [tensors[user].shape for user in users.tolist()]
+    ends = starts(counts * np.array([len(shape) for shape in shapes], dtype=np.int64))
+    if not len(columns["offsets"]) == len(columns["sizes"]) == ends[-1]:
+        raise CheckpointCorrupted("the index of chunks does not hold one box per chunk.")
+    for tensor, cut in zip(tensors, columns["cut"].tolist(), strict=True):
+        if tensor.shape != shapes[cut]:
+            raise CheckpointCorrupted(f"{tensor.key!r} is cut as only a tensor of another shape can be.")
+    cuts = [
+        Cut(shape, *(columns[name][begin:end].reshape(count, len(shape)) for name in ("offsets", "sizes")))
+        for shape, begin, end, count in zip(shapes, ends[:-1], ends[1:], counts.tolist(), strict=True)
+    ]
+    for cut, user in zip(cuts, users.tolist(), strict=True):
+        if not cut.fits():
+            raise CheckpointCorrupted(f"a chunk of {tensors[user].key!r} is larger than the tensor.")
+    return cuts
 
 
 def starts(counts: npt.ArrayLike) -> Integers:

@@ -1,29 +1,36 @@
-"""What one rank wrote, and how the parts of all ranks become one index."""
+"""What one rank wrote, as a record that the rank which commits can read quickly."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors.numpy
 
-from shard_core.checkpoint.index import (
-    COLUMNS,
-    Chunk,
-    ChunkIndex,
-    Columns,
-    TensorRecord,
-    decode_columns,
-    starts,
-)
+from shard_core.checkpoint.index import COLUMNS, Chunk, ChunkIndex, Columns, TensorRecord, decode_columns, starts
 from shard_core.checkpoint.tensor_file import FileRecord
 from shard_core.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from shard_core.checkpoint.box import Integers
+#: The columns of a part record besides those of its index.
+_TENSORS, _ABOUT = "tensors", "about"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part record, decoded no further than it takes to join it with others.
+
+    Attributes:
+        tensors: The full tensors, encoded; the same on nearly all ranks, so that decoding once will do.
+        files: What the rank wrote.
+        columns: As in an index, and ``digest_counts``, how many digests each tensor has.
+    """
+
+    tensors: bytes
+    files: Sequence[FileRecord]
+    columns: Columns
 
 
 def index_of(
@@ -37,13 +44,18 @@ def index_of(
         chunks: What is in them, by the tensors' keys.
     """
     tensors = sorted(tensors, key=lambda tensor: tensor.key)
-    listed = [chunk for tensor in tensors for chunk in chunks.get(tensor.key, ())]
+    by_tensor = [chunks.get(tensor.key, ()) for tensor in tensors]
+    cuts = [(tensor.shape, tuple(chunk.box for chunk in each)) for tensor, each in zip(tensors, by_tensor, strict=True)]
+    numbers = {cut: number for number, cut in enumerate(dict.fromkeys(cuts))}
+    boxes = [box for _, each in numbers for box in each]
+    listed = [chunk for each in by_tensor for chunk in each]
     columns = {
-        "rows": starts([len(chunks.get(tensor.key, ())) for tensor in tensors]),
+        "cut": [numbers[cut] for cut in cuts],
+        "rows": starts([len(each) for _, each in numbers]),
+        "offsets": [offset for box in boxes for offset in box.offsets],
+        "sizes": [size for box in boxes for size in box.sizes],
         "file": [chunk.file for chunk in listed],
         "begin": [chunk.begin for chunk in listed],
-        "offsets": [offset for chunk in listed for offset in chunk.box.offsets],
-        "sizes": [size for chunk in listed for size in chunk.box.sizes],
         "digests": [digest for chunk in listed for digest in chunk.digests],
     }
     return ChunkIndex(tensors, files, {name: np.asarray(columns[name], dtype=kind) for name, kind in COLUMNS.items()})
@@ -56,75 +68,32 @@ def encode_part(attempt: str, index: ChunkIndex) -> bytes:
         attempt: The save it is part of.
         index: What this rank wrote.
     """
-    about = {
-        "attempt": attempt,
-        "tensors": [dataclasses.asdict(tensor) for tensor in index.tensors],
-        "files": [dataclasses.asdict(file) for file in index.files],
-    }
-    text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
-    return safetensors.numpy.save({**index.columns, "about": text})
+    # Every rank tells of every tensor. Packed, and compared before it is unpacked, that stays cheap for
+    # thousands of ranks.
+    tensors = zlib.compress(_json([dataclasses.asdict(tensor) for tensor in index.tensors]), level=1)
+    about = _json({"attempt": attempt, "files": [dataclasses.asdict(file) for file in index.files]})
+    texts = {name: np.frombuffer(text, dtype=np.uint8) for name, text in ((_TENSORS, tensors), (_ABOUT, about))}
+    return safetensors.numpy.save({**index.columns, "digest_counts": index.digest_counts.astype(np.int32), **texts})
 
 
-def decode_part(raw: bytes, attempt: str) -> ChunkIndex:
+def decode_part(raw: bytes, attempt: str) -> Part:
     """Decode what ``encode_part`` encoded.
 
     Raises:
         CheckpointError: If it is part of another save.
     """
-    columns = decode_columns(raw, {**COLUMNS, "about": "u1"})
-    about = json.loads(columns.pop("about").tobytes())
+    columns = decode_columns(raw, {**COLUMNS, "digest_counts": "i4", _TENSORS: "u1", _ABOUT: "u1"})
+    tensors, about = columns.pop(_TENSORS).tobytes(), json.loads(columns.pop(_ABOUT).tobytes())
     if about["attempt"] != attempt:
         raise CheckpointError(f"a part record belongs to save {about['attempt']}, not to {attempt}.")
-    tensors = [TensorRecord(key=t["key"], dtype=t["dtype"], shape=tuple(t["shape"])) for t in about["tensors"]]
-    return ChunkIndex(tensors, [FileRecord(**file) for file in about["files"]], columns)
+    return Part(tensors=tensors, files=[FileRecord(**file) for file in about["files"]], columns=columns)
 
 
-def merge_parts(parts: Sequence[ChunkIndex]) -> ChunkIndex:
-    """Join what all ranks wrote into one index.
-
-    Args:
-        parts: Each rank's, in rank order.
-
-    Raises:
-        CheckpointError: If two ranks disagree about a tensor's dtype or shape.
-    """
-    tensors = _agreed_tensors(parts)
-    position = {tensor.key: place for place, tensor in enumerate(tensors)}
-    joined: Columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in COLUMNS}
-    first_file = starts([len(part.files) for part in parts])[:-1]
-    file = joined["file"] + np.repeat(first_file, [len(part) for part in parts])
-    owner = np.concatenate([np.repeat([position[t.key] for t in part.tensors], part.counts) for part in parts]).astype(
-        "i8"
-    )
-    order = np.lexsort((joined["begin"], file, owner))
-    dims = np.array([len(tensor.shape) for tensor in tensors], dtype=np.int64)[owner]
-    extents = _ragged_order(dims, order)
-    columns = {
-        "rows": starts(np.bincount(owner, minlength=len(tensors))),
-        "file": file[order].astype("i4"),
-        "begin": joined["begin"][order],
-        "offsets": joined["offsets"][extents],
-        "sizes": joined["sizes"][extents],
-        "digests": joined["digests"][_ragged_order(np.concatenate([part.blocks for part in parts]), order)],
-    }
-    return ChunkIndex(tensors, [file for part in parts for file in part.files], columns)
+def decode_tensors(raw: bytes) -> tuple[TensorRecord, ...]:
+    """Decode the full tensors of a part, sorted by key."""
+    listed = json.loads(zlib.decompress(raw))
+    return tuple(TensorRecord(key=each["key"], dtype=each["dtype"], shape=tuple(each["shape"])) for each in listed)
 
 
-def _agreed_tensors(parts: Sequence[ChunkIndex]) -> list[TensorRecord]:
-    records: dict[str, TensorRecord] = {}
-    for rank, part in enumerate(parts):
-        for tensor in part.tensors:
-            known = records.setdefault(tensor.key, tensor)
-            if known != tensor:
-                raise CheckpointError(
-                    f"rank {rank} holds {tensor.key!r} as {tensor.dtype} of shape {tensor.shape}, another rank as "
-                    f"{known.dtype} of shape {known.shape}; every rank must hold parts of the same model."
-                )
-    return [records[key] for key in sorted(records)]
-
-
-def _ragged_order(lengths: Integers, order: Integers) -> Integers:
-    """Tell where the elements of runs of unlike lengths stand once the runs are re-ordered."""
-    taken = lengths[order]
-    shift = starts(lengths)[:-1][order] - starts(taken)[:-1]
-    return np.repeat(shift, taken) + np.arange(int(taken.sum()))
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -11,7 +11,8 @@ from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.commit import KINDS, Attempt, write_file
 from shard_core.checkpoint.dtypes import ITEM_SIZES, dtype_code
 from shard_core.checkpoint.index import Chunk, ChunkIndex, TensorRecord
-from shard_core.checkpoint.part import decode_part, encode_part, index_of, merge_parts
+from shard_core.checkpoint.merging import merge_parts
+from shard_core.checkpoint.part import decode_part, encode_part, index_of
 from shard_core.checkpoint.reading import TensorReader
 from shard_core.checkpoint.shard import TensorShard
 from shard_core.checkpoint.tensor_file import Entry, FileRecord, TensorFileWriter, open_regular

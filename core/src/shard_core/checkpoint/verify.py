@@ -6,18 +6,18 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
 
+from shard_core.checkpoint.dtypes import ITEM_SIZES
 from shard_core.checkpoint.folder import read_index, read_manifest
 from shard_core.checkpoint.manifest import FILE_NAME, Manifest
 from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord, header_is_intact, open_recorded
 from shard_core.errors import CheckpointCorrupted, CheckpointNotFound
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.index import ChunkIndex
+    from shard_core.checkpoint.index import Chunk, TensorRecord
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | 
     total = sum(file.bytes for file in manifest.files)
     before = 0
     for number, record in enumerate(manifest.files):
-        for done in _verify_file(folder, record, _rows(index, number), damage):
+        for done in _verify_file(folder, record, index.in_file(number), damage):
             if progress:
                 progress(before + done, total)
         before += record.bytes
@@ -96,43 +96,29 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | 
     )
 
 
-def _verify_file(folder: Path, record: FileRecord, rows: Iterator[_Row], damage: list[Damage]) -> Iterator[int]:
+def _verify_file(
+    folder: Path, record: FileRecord, chunks: Iterator[tuple[TensorRecord, Chunk]], damage: list[Damage]
+) -> Iterator[int]:
     """Add what is wrong with one file; yield how far it has been read."""
     try:
         descriptor = open_recorded(folder, record)
     except CheckpointCorrupted as error:
         damage.append(Damage(problem=str(error), file=record.path))
-        damage += [Damage(problem="its bytes are lost", file=record.path, tensor=row.key) for row in rows]
+        lost = "its bytes are lost"
+        damage += [Damage(problem=lost, file=record.path, tensor=tensor.key) for tensor, _ in chunks]
         return
     with open(descriptor, "rb", buffering=0) as file:
         if not header_is_intact(file.fileno(), record):
             damage.append(Damage(problem="the header is not the one that was written", file=record.path))
-        for row in rows:
-            for place, digest in enumerate(row.digests):
-                begin = row.begin + place * BLOCK_BYTES
-                end = min(begin + BLOCK_BYTES, row.end)
+        for tensor, chunk in chunks:
+            last = chunk.begin + chunk.box.volume * ITEM_SIZES[tensor.dtype]
+            for place, digest in enumerate(chunk.digests):
+                begin = chunk.begin + place * BLOCK_BYTES
+                end = min(begin + BLOCK_BYTES, last)
                 if xxhash.xxh3_64_intdigest(os.pread(file.fileno(), end - begin, begin)) != digest:
                     problem = "its bytes are not those that were written"
-                    damage.append(Damage(problem=problem, file=record.path, tensor=row.key))
+                    damage.append(Damage(problem=problem, file=record.path, tensor=tensor.key))
                 yield end
-
-
-class _Row(NamedTuple):
-    key: str
-    begin: int
-    end: int
-    digests: list[int]
-
-
-def _rows(index: ChunkIndex, number: int) -> Iterator[_Row]:
-    """Give the chunks of one file in the order of their bytes."""
-    rows = np.flatnonzero(index.columns["file"] == number)
-    owners = np.searchsorted(index.columns["rows"], rows, side="right") - 1
-    for place in np.argsort(index.columns["begin"][rows], kind="stable").tolist():
-        row = int(rows[place])
-        begin = int(index.columns["begin"][row])
-        digests = index.columns["digests"][index.digest_rows[row] : index.digest_rows[row + 1]].tolist()
-        yield _Row(index.tensors[int(owners[place])].key, begin, begin + int(index.bytes[row]), digests)
 
 
 def _names(folder: Path) -> list[str]:
