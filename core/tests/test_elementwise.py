@@ -37,6 +37,18 @@ class NormScaled(optim.SGD):
         return super().step(closure)
 
 
+class RowStatistics(optim.SGD):
+    """Needs a matrix as large as the number of rows squared, as Shampoo does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert len(parameter) < 1000, "its time grows with the cube of that"
+                rows = parameter.grad.reshape(len(parameter), -1)
+                parameter.grad.copy_((rows @ rows.T @ rows).view_as(parameter))
+        return super().step(closure)
+
+
 class Tossing(optim.SGD):
     """Draws from every generator there is."""
 
@@ -75,6 +87,7 @@ DIFFERENT = "it steps a matrix differently from the same numbers in flat pieces"
         (optim.Adafactor, DIFFERENT),
         (optim.LBFGS, DIFFERENT),
         (NormScaled, DIFFERENT),
+        (RowStatistics, DIFFERENT),
         (Tossing, DIFFERENT),
         (lambda p: Grouped([{"params": p, "whole": True}]), DIFFERENT),
         (

@@ -179,30 +179,40 @@ def test_process_groups_may_be_made_again(stage: int) -> None:
     assert first == second
 
 
-class Rows(torch.optim.Optimizer):
-    """Normalises gradients row by row, as no flat part can be."""
+class Shampoo(torch.optim.Optimizer):
+    """Preconditions a matrix from both sides, by statistics of rows and of columns (Gupta et al., 2018, alg. 1)."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data.sub_(p.grad / p.grad.norm(dim=-1, keepdim=True), alpha=group["lr"])
+            for p in (each for each in group["params"] if each.grad is not None):
+                matrix, state = p.grad.reshape(len(p), -1), self.state[p]
+                for side, statistics in (("left", matrix @ matrix.T), ("right", matrix.T @ matrix)):
+                    state[side] = state.get(side, 1e-4 * torch.eye(len(statistics))) + statistics
+                update = inverse_root(state["left"]) @ matrix @ inverse_root(state["right"])
+                p.sub_(update.view_as(p), alpha=group["lr"])
+
+
+def inverse_root(matrix: torch.Tensor) -> torch.Tensor:
+    """Give the inverse fourth root of a symmetric, positive matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp(min=1e-12) ** -0.25) @ vectors.T
 
 
 def refused(kind: str) -> str:
     with get_strategy("deepspeed_stage_2") as strategy:
         module = models.make("plain")
         matrices = [p for p in module.parameters() if p.ndim == 2]
-        made: Any = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "Rows": Rows}[kind](matrices)
+        made: Any = {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon, "Shampoo": Shampoo}[kind](matrices)
         with pytest.raises(MissingCapability) as error:
             strategy.setup_module_and_optimizers(module, [made])
         return str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Rows"])
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Shampoo"])
 def test_optimizers_of_whole_matrices_are_refused_by_name(worlds: Any, kind: str) -> None:
     for message in worlds(2).run(refused, kind):
         assert kind in message
