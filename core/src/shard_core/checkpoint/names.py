@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 class NamedTensors(Protocol):
     """The tensors of one module, known by the user's names for them, however an engine keeps them."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """The further names of tied tensors, and the first."""
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """Give the name of this very tensor, or None if the module does not have it."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from shard_core.checkpoint.named_state import NamedState
 from shard_core.checkpoint.names import ModuleTensors
-from shard_core.checkpoint.optimizer_state import OptimizerTensors
 from shard_core.checkpoint.ownership import Ownership
 from shard_core.checkpoint.shard import FlatPart, TensorShard, shards_of_range
-from shard_core.checkpoint.state import KeySpace, Slot, TrainingState
-from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.optimizer_record import OptimizerRecord
 
-
-class TensorState(TrainingState):
+class TensorState(NamedState):
     """The state of modules whose parameters are plain tensors, DTensors or cut into flat parts.
 
     A plain tensor is taken for a copy of what every other rank holds. Of a parameter with a flat part, the part is
@@ -55,70 +51,21 @@ class TensorState(TrainingState):
         flat_part: Callable[[torch.Tensor], FlatPart | None] | None = None,
     ) -> None:
         self._rank, self._world_size, self._mesh = rank, world_size, mesh
-        self._modules = {key: ModuleTensors(key, module, flat_part) for key, module in modules.items()}
-        self._keys = KeySpace(tuple(modules))
-        self._optimizers = {
-            key: OptimizerTensors(key, optimizer, self._modules) for key, optimizer in optimizers.items()
-        }
-        self._held: set[tuple[str, str, str]] = set()
-        self._refuse_shared_parameters()
-
-    @property
-    def modules(self) -> Sequence[str]:
-        """The user's names for the modules."""
-        return tuple(self._modules)
+        self._tensors = {key: ModuleTensors(key, module, flat_part) for key, module in modules.items()}
+        super().__init__(self._tensors, optimizers)
 
     def shards(self) -> list[TensorShard]:
         """List this rank's part of every tensor, copies of replicas included."""
         ownership = Ownership(self._rank, self._world_size, self._mesh)
         shards = []
-        for module, tensors in self._modules.items():
+        for module, tensors in self._tensors.items():
             for name, tensor in tensors.tensors.items():
-                part = tensors.parts.get(name)
-                key = self._keys.parameter(module, name)
+                part, key = tensors.parts.get(name), self.keys.parameter(module, name)
                 shards += _shards_of_part(key, part, part.values) if part else [ownership.shard(key, tensor)]
-        for optimizer in self._optimizers.values():
-            for name, slot, tensor in optimizer.tensors():
-                part = self._modules[optimizer.module].parts.get(name)
-                key = self._keys.slot(optimizer.module, name, slot)
-                shards += _shards_of_part(key, part, tensor) if part else [ownership.shard(key, tensor)]
+        for held in self.slots():
+            part = self._tensors[held.module].parts.get(held.name)
+            shards += _shards_of_part(held.key, part, held.tensor) if part else [ownership.shard(held.key, held.tensor)]
         return shards
-
-    def aliases(self) -> dict[str, str]:
-        """Give the further keys of tied parameters and buffers."""
-        return {
-            self._keys.parameter(module, alias): self._keys.parameter(module, name)
-            for module, tensors in self._modules.items()
-            for alias, name in tensors.aliases.items()
-        }
-
-    def optimizers(self) -> dict[str, OptimizerRecord]:
-        """Describe the optimizers."""
-        return {key: optimizer.record() for key, optimizer in self._optimizers.items()}
-
-    def prepare_load(self, slots: Sequence[Slot]) -> None:
-        """Make room for lazily made optimizer state."""
-        self._held = {(slot.module, slot.name, slot.slot) for slot in slots}
-        for optimizer in self._optimizers.values():
-            optimizer.make_room(slots)
-
-    def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
-        """Bring scalars and hyper-parameters back."""
-        for optimizer in self._optimizers.values():
-            records = [record for record in optimizers if record.module == optimizer.module]
-            held = {(name, slot) for module, name, slot in self._held if module == optimizer.module}
-            optimizer.restore(records, held)
-
-    def _refuse_shared_parameters(self) -> None:
-        owners: dict[tuple[str, str], str] = {}
-        for key, optimizer in self._optimizers.items():
-            for name in sorted(optimizer.names):
-                other = owners.setdefault((optimizer.module, name), key)
-                if other != key:
-                    raise CheckpointError(
-                        f"optimizers {other!r} and {key!r} both step {name!r}; its state can be kept for one of them "
-                        "only, give the parameter to one."
-                    )
 
 
 def _shards_of_part(key: str, part: FlatPart, values: torch.Tensor) -> list[TensorShard]:

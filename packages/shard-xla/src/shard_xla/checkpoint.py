@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core.checkpoint.optimizer_state import OptimizerTensors
+from shard_core.checkpoint.named_state import HeldSlot, NamedState
 from shard_core.checkpoint.ownership import Ownership
 from shard_core.checkpoint.shard import TensorShard, shards_of_range
-from shard_core.checkpoint.state import KeySpace, Slot, TrainingState
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from shard_xla.strategy.layout import Layout, Place
 
 
-class DeviceState(TrainingState):
+class DeviceState(NamedState):
     """The state of modules on XLA devices, fetched to the host when it is asked for, and pushed back after a load.
 
     Args:
@@ -40,15 +39,7 @@ class DeviceState(TrainingState):
         for key, layout in layouts.items():
             layout.check_complete(key)
         self._layouts = layouts
-        self._keys = KeySpace(tuple(layouts))
-        self._optimizers = {key: OptimizerTensors(key, each, layouts, zeros_like) for key, each in optimizers.items()}
-        self._held: set[tuple[str, str, str]] = set()
-        self._refuse_shared_parameters()
-
-    @property
-    def modules(self) -> Sequence[str]:
-        """The user's names for the modules."""
-        return tuple(self._layouts)
+        super().__init__(layouts, optimizers, zeros_like)
 
     def shards(self) -> list[TensorShard]:
         """Copy this process's boxes of every tensor to the host."""
@@ -58,15 +49,12 @@ class DeviceState(TrainingState):
         found: list[TensorShard] = []
         for module, layout in self._layouts.items():
             for name, place in layout.places.items():
-                key, tensor = self._keys.parameter(module, name), place.tensor
+                key, tensor = self.keys.parameter(module, name), place.tensor
                 boxes = self.sharded(key, place.shape, tensor) if place.is_parameter else self.whole(key, tensor)
                 found += boxes
-        for optimizer in self._optimizers.values():
-            layout = self._layouts[optimizer.module]
-            for name, slot, tensor in optimizer.tensors():
-                place = layout.places[name]
-                shape = self.shape_of_slot(name, slot, tensor, place)
-                found += self.sharded(self._keys.slot(optimizer.module, name, slot), shape, tensor)
+        for held in self.slots():
+            shape = self.shape_of_slot(held, self._layouts[held.module].places[held.name])
+            found += self.sharded(held.key, shape, held.tensor)
         return found
 
     @abc.abstractmethod
@@ -79,17 +67,15 @@ class DeviceState(TrainingState):
             tensor: What the device holds; noted for ``push``.
         """
 
-    def shape_of_slot(self, name: str, slot: str, tensor: torch.Tensor, place: Place) -> tuple[int, ...]:
+    def shape_of_slot(self, held: HeldSlot, place: Place) -> tuple[int, ...]:
         """Tell the whole shape of optimizer state.
 
         Args:
-            name: The parameter's name.
-            slot: The state's name.
-            tensor: What the device holds of it.
+            held: What the device holds of it.
             place: Where the parameter is.
         """
-        del name, slot, place
-        return tuple(tensor.shape)
+        del place
+        return tuple(held.tensor.shape)
 
     @abc.abstractmethod
     def whole(self, key: str, tensor: torch.Tensor) -> list[TensorShard]:
@@ -104,42 +90,10 @@ class DeviceState(TrainingState):
     def push(self) -> None:
         """Bring all that was copied back to the devices, now that it was filled."""
 
-    def aliases(self) -> dict[str, str]:
-        """Give the further keys of tied parameters and buffers."""
-        return {
-            self._keys.parameter(module, alias): self._keys.parameter(module, name)
-            for module, layout in self._layouts.items()
-            for alias, name in layout.aliases.items()
-        }
-
-    def optimizers(self) -> dict[str, OptimizerRecord]:
-        """Describe the optimizers."""
-        return {key: optimizer.record() for key, optimizer in self._optimizers.items()}
-
-    def prepare_load(self, slots: Sequence[Slot]) -> None:
-        """Make room for lazily made optimizer state."""
-        self._held = {(slot.module, slot.name, slot.slot) for slot in slots}
-        for optimizer in self._optimizers.values():
-            optimizer.make_room(slots)
-
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
         """Push what was filled, and bring scalars and hyper-parameters back."""
         self.push()
-        for optimizer in self._optimizers.values():
-            records = [record for record in optimizers if record.module == optimizer.module]
-            held = {(name, slot) for module, name, slot in self._held if module == optimizer.module}
-            optimizer.restore(records, held)
-
-    def _refuse_shared_parameters(self) -> None:
-        owners: dict[tuple[str, str], str] = {}
-        for key, optimizer in self._optimizers.items():
-            for name in sorted(optimizer.names):
-                other = owners.setdefault((optimizer.module, name), key)
-                if other != key:
-                    raise CheckpointError(
-                        f"optimizers {other!r} and {key!r} both step {name!r}; its state can be kept for one of them "
-                        "only, give the parameter to one."
-                    )
+        super().finish_load(optimizers)
 
 
 class FlatState(DeviceState):
@@ -173,16 +127,17 @@ class FlatState(DeviceState):
         stop = min(start + tensor.numel(), elements)
         return shards_of_range(key, shape, start, host.view(-1)[: stop - start])
 
-    def shape_of_slot(self, name: str, slot: str, tensor: torch.Tensor, place: Place) -> tuple[int, ...]:
+    def shape_of_slot(self, held: HeldSlot, place: Place) -> tuple[int, ...]:
         """Give the parameter's; state of another shape than this rank's range belongs nobody knows where.
 
         Raises:
             CheckpointError: If it has another shape.
         """
-        if tensor.shape != place.tensor.shape:
+        if held.tensor.shape != place.tensor.shape:
             raise CheckpointError(
-                f"optimizer state {slot!r} of {name!r} has shape {tuple(tensor.shape)}, this rank's range of the "
-                f"parameter {tuple(place.tensor.shape)}; only state of the parameter's own shape can be saved."
+                f"optimizer state {held.slot!r} of {held.name!r} has shape {tuple(held.tensor.shape)}, this rank's "
+                f"range of the parameter {tuple(place.tensor.shape)}; only state of the parameter's own shape can be "
+                "saved."
             )
         return place.shape
 
