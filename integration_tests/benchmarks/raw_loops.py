@@ -115,3 +115,45 @@ class RawDeepSpeedStage2(RawDeepSpeed):
 
 class RawDeepSpeedStage3(RawDeepSpeed):
     stage = 3
+
+
+class RawXLAFSDP(Raw):
+    """Upstream's wrapper on the one CPU device of this process."""
+
+    def wrapped(self, module: nn.Module) -> Any:
+        import torch_xla
+        from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+        return XlaFullyShardedDataParallel(module.to(torch_xla.device()))
+
+    def step(self, batch: Batch) -> float:
+        import torch_xla
+
+        loss = self.model(*batch)
+        loss.backward()
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch_xla.sync()
+        return loss.item()
+
+    def clip(self) -> None:
+        self.model.clip_grad_norm_(CLIP)
+
+
+class RawXLASPMD(RawXLAFSDP):
+    """Upstream's wrapper over all CPU devices of this process."""
+
+    def wrapped(self, module: nn.Module) -> Any:
+        import numpy
+        import torch_xla
+        import torch_xla.runtime
+        from torch_xla.distributed.spmd import Mesh
+        from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+        devices = torch_xla.runtime.global_runtime_device_count()
+        mesh = Mesh(numpy.arange(devices), (devices, 1), ("fsdp", "model"))
+        return SpmdFullyShardedDataParallel(module.to(torch_xla.device()), mesh=mesh, shard_output=lambda *_: None)
+
+    def clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)

@@ -39,8 +39,8 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(CONTEXT))
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+        x = self.tokens(tokens) + self.positions(torch.arange(CONTEXT, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=tokens.device)
         for block in self.blocks:
             x = block(x, mask, is_causal=True)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
@@ -54,11 +54,13 @@ class Engine:
         strategy: Ours, by name.
         raw: Makes the hand-written loop around a model.
         options: What ours is told.
+        devices: How many ranks, where the raw loop works with this many only.
     """
 
     strategy: str
     raw: Callable[[nn.Module], Any]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    devices: int | None = None
 
 
 ENGINES = {
@@ -74,6 +76,11 @@ ENGINES = {
     "deepspeed stage 1": Engine(strategy="deepspeed_stage_1", raw=raw_loops.RawDeepSpeed),
     "deepspeed stage 2": Engine(strategy="deepspeed_stage_2", raw=raw_loops.RawDeepSpeedStage2),
     "deepspeed stage 3": Engine(strategy="deepspeed_stage_3", raw=raw_loops.RawDeepSpeedStage3),
+    # Upstream's own loop does not run on several CPU processes.
+    "xla fsdp, one rank": Engine(strategy="xla_fsdp", raw=raw_loops.RawXLAFSDP, devices=1),
+    "xla spmd, two devices": Engine(
+        strategy="xla_spmd", raw=raw_loops.RawXLASPMD, options={"virtual_devices": 2}, devices=1
+    ),
 }
 
 
@@ -105,12 +112,15 @@ class Ours:
 
 def timed(loop: Any, data: list[Batch]) -> tuple[float, float]:
     """Run the steps and return the milliseconds per step of the slowest rank, and the last loss."""
-    dist.barrier()
+    several = dist.is_initialized()
+    if several:
+        dist.barrier()
     started = time.perf_counter()
     for batch in data:
         loss = loop.step(batch)
     seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    if several:
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item() * 1000 / len(data), loss
 
 
@@ -119,7 +129,7 @@ def compare(strategy: Any, engine: str, rounds: int, steps: int) -> tuple[float,
     torch.set_num_threads(1)
     torch.manual_seed(0)
     loops = ENGINES[engine].raw(GPT()), Ours(strategy)
-    data = batches(steps, strategy.distributed_sampler_kwargs["rank"])
+    data = [strategy.batch_to_device(each) for each in batches(steps, strategy.distributed_sampler_kwargs["rank"])]
     for loop in loops:
         timed(loop, data[:5])
     pairs, losses = [], (0.0, 0.0)
@@ -144,7 +154,9 @@ def main() -> None:
     args = parser.parse_args()
     table = Table("engine", "raw ms", "ours ms", "ratio", "losses differ by")
     for engine in args.engines:
-        strategy = get_strategy(ENGINES[engine].strategy, devices=args.devices, **ENGINES[engine].options)
+        strategy = get_strategy(
+            ENGINES[engine].strategy, devices=ENGINES[engine].devices or args.devices, **ENGINES[engine].options
+        )
         result = strategy.launch(compare, engine, args.rounds, args.steps)
         assert result is not None
         raw, ours, ratio, apart = result
