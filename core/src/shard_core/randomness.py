@@ -107,6 +107,37 @@ def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
     return states
 
 
+def check_generator_states(states: Mapping[str, object], device: torch.device) -> None:
+    """Prove that this process's generators can be put where others stood, and leave them where they stand.
+
+    Args:
+        states: What ``generator_states`` may have returned.
+        device: This rank's.
+
+    Raises:
+        ValueError: Naming the first generator that cannot.
+    """
+    checked: dict[str, torch.Tensor] = {}
+    for name, own in generator_states(device).items():
+        state = states.get(name)
+        if name == "cuda" and state is None:
+            continue  # taken down on a CPU
+        if not isinstance(state, torch.Tensor) or (state.dtype, state.shape) != (own.dtype, own.shape):
+            raise ValueError(f"{name!r} is no {own.dtype} tensor of shape {tuple(own.shape)}")
+        checked[name] = state
+    for name in ("python", "numpy"):
+        *words, position, has_gauss = checked[name].tolist()
+        # NumPy takes any position for granted, and would read beyond its words.
+        if not all(0 <= word < 2**32 for word in words) or not 0 <= position <= len(words) or has_gauss not in (0, 1):
+            raise ValueError(f"{name!r} holds numbers that its generator never has")
+    for name in {"torch", "cuda"} & checked.keys():
+        rehearsal = torch.Generator("cpu" if name == "torch" else device)
+        try:
+            rehearsal.set_state(checked[name])
+        except RuntimeError as error:
+            raise ValueError(f"{name!r} holds numbers that its generator never has") from error
+
+
 def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Put this process's generators where others stood.
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from bits import assert_same_bits, random_bits
 from flat_state import FlatState, whole
 from thread_ranks import all_ranks
 
@@ -13,21 +14,6 @@ from shard_core.checkpoint.dtypes import ITEM_SIZES, torch_dtype
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
 from shard_core.checkpoint.tensor_file import BLOCK_BYTES
 from shard_core.checkpoint.verify import verify
-
-
-def _random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    item = torch.empty(0, dtype=dtype).element_size()
-    volume = torch.Size(shape).numel()
-    bits = torch.randint(0, 2 if dtype is torch.bool else 256, (volume * item,), dtype=torch.uint8, generator=generator)
-    return bits.view(dtype).reshape(shape)
-
-
-def _assert_same_bits(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
-        pair = [each.contiguous().reshape(-1).view(torch.uint8) for each in (found[key], tensor)]
-        assert torch.equal(*pair), key
 
 
 def _save(path, tensors, world_size, unit=1, form=None):
@@ -55,7 +41,7 @@ def test_any_layout_loads_into_any_other(tmp_path, seed, form):
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtypes = [torch_dtype(code) for code in ITEM_SIZES]
     tensors = {
-        f"model.{number}": _random_bits(
+        f"model.{number}": random_bits(
             tuple(choose.choice([1, 2, 3, 5, 8]) for _ in range(choose.randint(0, 4))), dtype, generator
         )
         for number, dtype in enumerate(dtypes)
@@ -65,18 +51,18 @@ def test_any_layout_loads_into_any_other(tmp_path, seed, form):
     assert verify(tmp_path / "checkpoint").is_fine
     for world_size in (1, 2, 3, 5):
         found = _load(tmp_path / "checkpoint", tensors, world_size, choose.choice([1, 4]))
-        _assert_same_bits(found, tensors)
+        assert_same_bits(found, tensors)
 
 
 def test_tensors_longer_than_a_block_have_a_digest_for_each(tmp_path):
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        "model.large": _random_bits((BLOCK_BYTES // 64, 41), torch.int16, generator),
+        "model.large": random_bits((BLOCK_BYTES // 64, 41), torch.int16, generator),
         "model.small": torch.ones(3),
     }
     _save(tmp_path / "checkpoint", tensors, 2)
     assert verify(tmp_path / "checkpoint").is_fine
-    _assert_same_bits(_load(tmp_path / "checkpoint", tensors, 3), tensors)
+    assert_same_bits(_load(tmp_path / "checkpoint", tensors, 3), tensors)
 
 
 def test_other_readers_open_the_files(tmp_path):

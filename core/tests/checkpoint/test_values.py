@@ -124,3 +124,25 @@ def test_tensors_with_one_name_are_refused(tmp_path):
 def test_marks_that_no_save_writes_are_refused(value):
     with pytest.raises(CheckpointCorrupted, match="the manifest holds"):
         decode({"a": [value]}, lambda name: name)
+
+
+def _nested(wrap, levels):
+    value = 1
+    for _ in range(levels):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: [x], lambda x: (x,), lambda x: {"a": x}, lambda x: {3: x}, lambda x: {"$": (x,)}],
+    ids=["list", "tuple", "dict", "dict of numbers", "both"],
+)
+def test_values_nested_too_deeply_to_be_read_again_are_not_saved(tmp_path, wrap):
+    step = 2 if isinstance(wrap(1), dict) and "$" in wrap(1) else 1
+    deep = _nested(wrap, 100 // step)
+    assert _round_trip(tmp_path / "checkpoint", {"x": deep})["x"] == deep
+    for levels in (101, 10_000):
+        with pytest.raises(CheckpointError, match=r"^'x[.0-9a$]*' is nested more than 100 levels deep; give a flatter"):
+            save(tmp_path / "deeper", nn.Linear(1, 1), values={"x": _nested(wrap, levels)})
+    assert not (tmp_path / "deeper").exists()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shard_core import get_strategy
-from shard_core.randomness import generator_states, set_generator_states
+from shard_core.randomness import check_generator_states, generator_states, set_generator_states
 
 
 def drawn():
@@ -62,3 +62,98 @@ def test_a_load_without_an_optimizer_leaves_them_alone(worlds, tmp_path):
     worlds(1).run(save_and_draw, tmp_path / "saved")
     ((now, undisturbed, _),) = worlds(1).run(load_and_draw, "single", tmp_path / "saved", ("model",))
     assert now == undisturbed
+
+
+def _row(name, change):
+    """Change a generator's state on all ranks."""
+
+    def changed(saved):
+        saved["generators"][name] = change(saved["generators"][name])
+
+    return changed
+
+
+def _at(name, place, value):
+    def change(rows):
+        rows = rows.clone()
+        rows[:, place] = value
+        return rows
+
+    return _row(name, change)
+
+
+FORGED = {
+    "none": lambda saved: saved.clear(),
+    "no ranks": lambda saved: saved.update(data_ranks=[]),
+    "ranks that are none": lambda saved: saved.update(data_ranks=3),
+    "a rank too many": lambda saved: saved["data_ranks"].append(7),
+    "generators that are none": lambda saved: saved.update(generators=[1]),
+    "text for a tensor": lambda saved: saved["generators"].update(torch="gASV"),
+    "a number for a tensor": lambda saved: saved["generators"].update(torch=torch.tensor(3)),
+    "torch, other dtype": _row("torch", lambda rows: rows.to(torch.int64)),
+    "torch, cut short": _row("torch", lambda rows: rows[:, :-1]),
+    "torch, nothing": _row("torch", torch.zeros_like),
+    "torch, noise": _row("torch", lambda rows: torch.full_like(rows, 255)),
+    "torch lacks": lambda saved: saved["generators"].pop("torch"),
+    "python, other dtype": _row("python", lambda rows: rows.double()),
+    "python, another shape": _row("python", lambda rows: rows[:, None]),
+    "python, a word too large": _at("python", 5, 2**40),
+    "python, a negative word": _at("python", 5, -1),
+    "python, beyond its words": _at("python", -2, 625),
+    "python, an odd flag": _at("python", -1, 2),
+    "python, no gauss": _row("python_gauss", lambda rows: rows.int()),
+    "numpy, a word too large": _at("numpy", 0, 2**32),
+    "numpy, beyond its words": _at("numpy", -2, 10**9),
+    "numpy, before its words": _at("numpy", -2, -5),
+    "numpy, an odd flag": _at("numpy", -1, -1),
+}
+
+
+def load_forged(path, forged):
+    """Give what is said of each forged state, by its name."""
+    said = {}
+    with get_strategy("ddp") as strategy:
+        state = {**small(strategy, 1), "note": "mine"}
+        strategy.save_checkpoint(path, state)
+        io = strategy.checkpoint_io
+        load = io.load
+        for name in forged:
+
+            def load_and_forge(*arguments, name=name, **options):
+                loaded = load(*arguments, **options)
+                # Rank 1's copy of the checkpoint is another than rank 0's.
+                if strategy.global_rank == 1 or strategy.world_size == 1:
+                    FORGED[name](loaded.values["shard_random"])
+                return loaded
+
+            io.load = load_and_forge
+            state["note"] = "still mine"
+            before = generator_states(torch.device("cpu"))
+            try:
+                strategy.load_checkpoint(path, state)
+            except Exception as error:  # noqa: BLE001 - handed to the test, which looks at it
+                said[name] = (type(error).__name__, str(error), state["note"])
+            after = generator_states(torch.device("cpu"))
+            assert all(torch.equal(after[key], before[key]) for key in before), name
+    return said
+
+
+def test_what_is_no_state_of_generators_is_refused_on_every_rank_before_any_is_touched(worlds, tmp_path):
+    for size in (1, 2):
+        for said in worlds(size).run(load_forged, tmp_path / str(size), tuple(FORGED)):
+            assert said.keys() == FORGED.keys()
+            for name, (kind, sentence, note) in said.items():
+                assert kind == "CheckpointCorrupted", (name, sentence)
+                assert "does not say where the random number generators stood: " in sentence
+                assert note == "still mine"
+
+
+def test_states_at_the_edge_of_what_generators_have_are_taken_up():
+    for position in (0, 1, 623, 624):
+        states = generator_states(torch.device("cpu"))
+        states["numpy"][-2] = states["python"][-2] = position
+        check_generator_states(states, torch.device("cpu"))
+        before = generator_states(torch.device("cpu"))
+        set_generator_states(states, torch.device("cpu"))
+        drawn()
+        set_generator_states(before, torch.device("cpu"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from shard_core.checkpoint.dtypes import dtype_code
 from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES, OptimizerRecord
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.shard import TensorShard
 
 _LISTED = 20
+_MOST_SHOWN = 500
 
 
 class Fit(NamedTuple):
@@ -139,6 +142,7 @@ def compare_optimizers(
                 f"optimizer {key!r} steps {name!r}, for which the checkpoint has no optimizer" for name in absent
             ]
             flaws = _group_flaws(f"optimizer {key!r} ({record.type}), group {place},", record, sources)
+            flaws += _unlike_kinds(f"optimizer {key!r} ({record.type}), group {place},", record, group, sources)
             differences += flaws
             if not flaws:
                 fitting |= {(record.module, name) for name in sources}
@@ -180,9 +184,52 @@ def _group_flaws(
     return flaws
 
 
+def _unlike_kinds(
+    owner: str,
+    live: OptimizerRecord,
+    group: Mapping[str, object],
+    sources: Mapping[str, tuple[OptimizerRecord, Mapping[str, object]]],
+) -> list[str]:
+    """Say which hyper-parameters and scalars of the checkpoint are of a kind that the live group's cannot be."""
+    if not sources:
+        return []
+    _, saved = next(iter(sources.values()))
+    pairs = [(hyper, group[hyper], value) for hyper, value in saved.items() if hyper in group]
+    pairs = [pair for pair in pairs if pair[0] not in KERNEL_CHOICES | {"params"}]
+    pairs += [
+        (f"{name}.{slot}", here, source.scalars[name][slot])
+        for name, (source, _) in sources.items()
+        for slot, here in live.scalars.get(name, {}).items()
+        if slot in source.scalars.get(name, {})
+    ]
+    return [
+        f"{owner} has {name!r} of {here!r}, which in the checkpoint is {value!r}"
+        for name, here, value in pairs
+        if not _could_be(here, value)
+    ]
+
+
+def _could_be(live: Any, saved: Any) -> bool:
+    """Tell whether a value may become another: a number another number, and so within a tuple."""
+    if isinstance(live, tuple | list):
+        alike = isinstance(saved, tuple | list) and len(saved) == len(live)
+        return alike and all(map(_could_be, live, saved))
+    if isinstance(live, torch.Tensor):
+        return _is_number(saved)
+    if isinstance(live, bool | int | float):
+        return saved is None or _is_number(saved)
+    return not isinstance(live, str) or saved is None or isinstance(saved, str)
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether a tensor can be filled with a value."""
+    return isinstance(value, float | torch.Tensor) or (isinstance(value, int) and -(2**63) <= value < 2**63)
+
+
 def listing(differences: Sequence[str]) -> str:
     """Show differences one per line, the first of them if there are very many."""
-    lines = [f"- {difference}" for difference in differences[:_LISTED]]
+    shown = (each if len(each) <= _MOST_SHOWN else f"{each[: _MOST_SHOWN - 3]}..." for each in differences[:_LISTED])
+    lines = [f"- {difference}" for difference in shown]
     if len(differences) > _LISTED:
         lines.append(f"- and {len(differences) - _LISTED} more")
     return "\n".join(lines)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 #: Bytes per element.
 ITEM_SIZES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
@@ -26,6 +26,7 @@ def _torch_dtypes() -> dict[str, torch.dtype]:
         "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
         "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
         "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+        "F8_E8M0": torch.float8_e8m0fnu,
         "U16": torch.uint16, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
         "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
         "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,

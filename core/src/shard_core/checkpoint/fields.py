@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from shard_core.errors import CheckpointCorrupted
+
+#: What ``values.encode`` makes of the deepest value it takes, and a little more.
+_MOST_LEVELS = 330
 
 
 class Fields:
@@ -28,8 +32,39 @@ class Fields:
     def __init__(self, content: Any, owner: str) -> None:
         self._owner = owner
         if not isinstance(content, dict):
-            raise CheckpointCorrupted(f"{owner} must be a JSON object; it is {_shown(content)}.")
+            raise CheckpointCorrupted(f"{owner} must be a JSON object; it is {shown(content)}.")
         self._content: dict[str, Any] = content
+
+    @classmethod
+    def from_json(cls, raw: bytes, owner: str) -> Self:
+        """Parse an object, strictly: no field twice, no number that JSON does not know, no bottomless nesting.
+
+        Args:
+            raw: Its text.
+            owner: What it is, for messages.
+
+        Raises:
+            CheckpointCorrupted: If it is no such text.
+        """
+
+        def refuse(constant: str) -> NoReturn:
+            raise CheckpointCorrupted(f"{owner} holds {constant}, which is no JSON.")
+
+        def unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            fields = dict(pairs)
+            if len(fields) < len(pairs):
+                names = [name for name, _ in pairs]
+                twice = next(name for name in names if names.count(name) > 1)
+                raise CheckpointCorrupted(f"{owner} holds {shown(twice)} twice in one object.")
+            return fields
+
+        try:
+            content = json.loads(raw, object_pairs_hook=unlike, parse_constant=refuse)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointCorrupted(f"{owner} is no JSON that can be read: {error}.") from error
+        if _is_deeper(content, _MOST_LEVELS):
+            raise CheckpointCorrupted(f"{owner} is nested more than {_MOST_LEVELS} levels deep.")
+        return cls(content, owner)
 
     def text(self, name: str, pattern: re.Pattern[str] | None = None) -> str:
         """Take out a string, all of which the pattern must match."""
@@ -78,9 +113,25 @@ class Fields:
         return self._content[name]
 
     def _refuse(self, name: str, wanted: str, value: Any) -> None:
-        raise CheckpointCorrupted(f"{name!r} of {self._owner} must be {wanted}; it is {_shown(value)}.")
+        raise CheckpointCorrupted(f"{name!r} of {self._owner} must be {wanted}; it is {shown(value)}.")
 
 
-def _shown(value: Any) -> str:
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Tell whether JSON is nested more deeply; walks level by level, since recursion is what it guards."""
+    level = [value]
+    for _ in range(levels):
+        level = [
+            item
+            for each in level
+            if isinstance(each, dict | list)
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """Show what stood there, of what is long only the beginning."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

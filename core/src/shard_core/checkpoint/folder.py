@@ -13,7 +13,9 @@ from shard_core.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shard_core.checkpoint.tensor_file import open_recorded, open_regular
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound, nearest
 
+#: A file can be long and take no room on the disk; reading it takes memory.
 _MOST_MANIFEST_BYTES = 1 << 30
+_MOST_INDEX_BYTES = 1 << 34
 _LISTED = 5
 
 
@@ -63,10 +65,9 @@ def read_manifest(path: Path) -> bytes:
         raise CheckpointNotFound(f"{str(path)!r} {_absence(path)}{_hint(path)}")
     descriptor = open_regular(path / MANIFEST_NAME)
     with open(descriptor, "rb") as file:
-        raw = file.read(_MOST_MANIFEST_BYTES + 1)
-    if len(raw) > _MOST_MANIFEST_BYTES:
-        raise CheckpointCorrupted(f"the manifest of {str(path)!r} is longer than any manifest.")
-    return raw
+        if os.fstat(descriptor).st_size > _MOST_MANIFEST_BYTES:
+            raise CheckpointCorrupted(f"the manifest of {str(path)!r} is longer than any manifest.")
+        return file.read(_MOST_MANIFEST_BYTES)
 
 
 def read_index(folder: Path, manifest: Manifest) -> ChunkIndex:
@@ -75,6 +76,8 @@ def read_index(folder: Path, manifest: Manifest) -> ChunkIndex:
     Raises:
         CheckpointCorrupted: If it is damaged, or does not cover every tensor exactly once.
     """
+    if manifest.index.bytes > _MOST_INDEX_BYTES:
+        raise CheckpointCorrupted(f"the index of chunks, {manifest.index.path!r}, is longer than any index.")
     descriptor = open_recorded(folder, manifest.index)
     with open(descriptor, "rb") as file:
         raw = file.read(manifest.index.bytes)

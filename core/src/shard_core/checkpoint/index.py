@@ -248,6 +248,8 @@ def decode_columns(raw: bytes, columns: dict[str, str]) -> Columns:
         found: Columns = safetensors.numpy.load(raw)
     except safetensors.SafetensorError as error:
         raise CheckpointCorrupted(f"the index of chunks is no safetensors file: {error}.") from error
+    except KeyError as error:
+        raise CheckpointCorrupted(f"the index of chunks has a column of type {error}, which no column has.") from error
     kinds = {name: column.dtype.str[1:] for name, column in found.items() if column.ndim == 1}
     if kinds != columns or len(found) != len(columns):
         raise CheckpointCorrupted("the index of chunks does not have the columns it must have.")

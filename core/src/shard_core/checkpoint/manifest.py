@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from shard_core.checkpoint.dtypes import ITEM_SIZES
-from shard_core.checkpoint.fields import Fields
+from shard_core.checkpoint.fields import Fields, shown
 from shard_core.checkpoint.index import TensorRecord
 from shard_core.checkpoint.tensor_file import FileRecord
 from shard_core.errors import CheckpointCorrupted
@@ -86,11 +86,7 @@ class Manifest:
             raise CheckpointCorrupted(
                 "the manifest is damaged or was edited: it does not match its digest; use another checkpoint."
             )
-        try:
-            content = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointCorrupted(f"the manifest is no JSON that can be read: {error}.") from error
-        return _read(Fields(content, "the manifest"))
+        return _read(Fields.from_json(raw, "the manifest"))
 
     @property
     def tensor_bytes(self) -> int:
@@ -99,8 +95,7 @@ class Manifest:
 
 
 def _read(fields: Fields) -> Manifest:
-    if fields.text("format") != FORMAT:
-        raise CheckpointCorrupted(f"the manifest is one of {fields.text('format')!r}, not of {FORMAT!r}.")
+    fields.text("format", re.compile(FORMAT))
     if fields.integer("version") != VERSION:
         raise CheckpointCorrupted(
             f"the checkpoint is of format version {fields.integer('version')}, this shard-core reads {VERSION}; "
@@ -130,12 +125,13 @@ def _check(manifest: Manifest) -> None:
     names = [file.path for file in (*manifest.files, manifest.index)]
     if len(set(names)) < len(names):
         raise CheckpointCorrupted("the manifest names a file twice.")
-    if manifest.tensor_bytes > sum(file.bytes for file in manifest.files):
-        raise CheckpointCorrupted("the manifest names tensors larger than the files that should hold them.")
+    held = sum(file.bytes for file in manifest.files)
+    if manifest.tensor_bytes > held or held >= 2**63:
+        raise CheckpointCorrupted("the manifest names tensors or files larger than they can be.")
     keys = {tensor.key for tensor in manifest.tensors}
     for alias, key in manifest.aliases.items():
         if key not in keys or alias in keys:
-            raise CheckpointCorrupted(f"the manifest ties {alias!r} to {key!r}, which cannot be.")
+            raise CheckpointCorrupted(f"the manifest ties {shown(alias)} to {shown(key)}, which cannot be.")
 
 
 def _read_file(fields: Fields) -> FileRecord:
@@ -149,6 +145,7 @@ def _read_file(fields: Fields) -> FileRecord:
 def _read_tensor(key: str, value: Any) -> TensorRecord:
     items: list[Any] = value if isinstance(value, list) and value else [None]
     code, shape = items[0], items[1:]
-    if code not in ITEM_SIZES or len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
-        raise CheckpointCorrupted(f"the manifest does not describe {key!r} as a tensor can be.")
+    is_known = isinstance(code, str) and code in ITEM_SIZES
+    if not is_known or len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise CheckpointCorrupted(f"the manifest does not describe {shown(key)} as a tensor can be.")
     return TensorRecord(key=key, dtype=code, shape=tuple(shape))

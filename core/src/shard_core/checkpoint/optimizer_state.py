@@ -145,7 +145,8 @@ class OptimizerTensors:
 
     def _scalar(self, value: Any, before: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value
+            counts = isinstance(before, torch.Tensor) and isinstance(value, bool | int | float)
+            return before.fill_(value) if counts else value
         if isinstance(before, torch.Tensor) and before.dtype == value.dtype and not isinstance(before, DTensor):
             return before.copy_(value)
         # As torch's optimizers do: fused and capturable kernels want counters beside the parameter.

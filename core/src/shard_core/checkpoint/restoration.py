@@ -16,6 +16,7 @@ from shard_core.checkpoint.comparison import (
     missing_modules,
     missing_values,
 )
+from shard_core.checkpoint.fields import shown
 from shard_core.checkpoint.folder import read_index
 from shard_core.checkpoint.interface import LoadedCheckpoint
 from shard_core.checkpoint.manifest import Manifest
@@ -137,7 +138,9 @@ class Restoration:
 
     def _stored_value(self, index: ChunkIndex, name: Any) -> torch.Tensor:
         if not isinstance(name, str) or name not in index:
-            raise CheckpointCorrupted(f"the manifest's values name a tensor {name!r} that is not in the checkpoint.")
+            raise CheckpointCorrupted(
+                f"the manifest's values name a tensor {shown(name)} that is not in the checkpoint."
+            )
         return self._reader.full(name)
 
 

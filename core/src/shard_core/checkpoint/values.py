@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.dtypes import ITEM_SIZES, dtype_code, torch_dtype
+from shard_core.checkpoint.fields import shown
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
 
 JSON = Any
 
+#: How deeply values may be nested, so that no reader of JSON, and no recursion over it, comes to its limit.
+_MOST_LEVELS = 100
 _ADVICE = (
     "a checkpoint holds tensors, numbers, strings, booleans, None, and dicts, lists and tuples of them; give it the "
     "object's state_dict()."
 )
 
 
-def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], JSON]) -> JSON:
+def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], JSON], levels: int = _MOST_LEVELS) -> JSON:
     """Turn a value into JSON.
 
     Whatever JSON would change is written as a dict with one key that begins with ``$``.
@@ -30,9 +33,10 @@ def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], JSON]) -> 
         value: Numbers, strings, None, and dicts, lists and tuples of them, with tensors anywhere.
         path: Its name, for messages and for the tensors in it.
         keep: Called with the name of each tensor and the tensor; says what stands for it.
+        levels: How deeply it may be nested.
 
     Raises:
-        CheckpointError: Naming the first thing that is none of these.
+        CheckpointError: Naming the first thing that is none of these, or is nested too deeply.
 
     Example:
         >>> encode({"best": float("inf"), 3: (1, 2)}, "scheduler", keep=lambda name, tensor: name)
@@ -49,18 +53,25 @@ def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], JSON]) -> 
     if isinstance(value, torch.Tensor):
         return keep(path, value)
     if type(value) in (list, tuple):
-        items = [encode(item, f"{path}.{place}", keep) for place, item in enumerate(value)]
+        _check_levels(path, levels)
+        items = [encode(item, f"{path}.{place}", keep, levels - 1) for place, item in enumerate(value)]
         return items if type(value) is list else {"$tuple": items}
     if type(value) in (dict, collections.OrderedDict, collections.Counter):
-        return _encode_dict(value, path, keep)
+        _check_levels(path, levels)
+        return _encode_dict(value, path, keep, levels - 1)
     raise CheckpointError(f"{path!r} is a {type(value).__module__}.{type(value).__qualname__}: {_ADVICE}")
 
 
-def _encode_dict(value: dict[Any, Any], path: str, keep: Callable[[str, torch.Tensor], JSON]) -> JSON:
+def _check_levels(path: str, levels: int) -> None:
+    if levels == 0:
+        raise CheckpointError(f"{path[:80]!r} is nested more than {_MOST_LEVELS} levels deep; give a flatter value.")
+
+
+def _encode_dict(value: dict[Any, Any], path: str, keep: Callable[[str, torch.Tensor], JSON], levels: int) -> JSON:
     for key in value:
         if not isinstance(key, str | int | float) and key is not None:
             raise CheckpointError(f"{path!r} has a key of type {type(key).__qualname__}; keys are strings and numbers.")
-    pairs = [[encode(key, path, keep), encode(item, f"{path}.{key}", keep)] for key, item in value.items()]
+    pairs = [[encode(key, path, keep), encode(item, f"{path}.{key}", keep, levels)] for key, item in value.items()]
     if type(value) is collections.Counter:
         return {"$counter": pairs}
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
@@ -108,7 +119,7 @@ def decode(value: JSON, tensor: Callable[[str], Any]) -> Any:
             raise
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointCorrupted(f"the manifest holds a malformed {tags[0]} value.") from error
-    raise CheckpointCorrupted(f"the manifest holds a value with the unknown mark {tags[0]!r}.")
+    raise CheckpointCorrupted(f"the manifest holds a value with the unknown mark {shown(tags[0])}.")
 
 
 def _pairs(value: JSON, tensor: Callable[[str], Any]) -> dict[Any, Any]:
@@ -117,16 +128,17 @@ def _pairs(value: JSON, tensor: Callable[[str], Any]) -> dict[Any, Any]:
 
 def no_tensor(name: Any) -> Any:
     """Refuse a tensor, for ``decode`` where there can be none."""
-    raise CheckpointCorrupted(f"the manifest keeps a tensor {name!r} where only scalars can be.")
+    raise CheckpointCorrupted(f"the manifest keeps a tensor {shown(name)} where only scalars can be.")
 
 
 def _scalar(value: JSON) -> torch.Tensor:
     import torch
 
     code, number = value
-    if code not in ITEM_SIZES:
-        raise ValueError(code)
-    return torch.tensor(decode(number, no_tensor), dtype=torch_dtype(code))
+    scalar = decode(number, no_tensor)
+    if code not in ITEM_SIZES or not isinstance(scalar, bool | int | float):
+        raise ValueError(value)
+    return torch.tensor(scalar, dtype=torch_dtype(code))
 
 
 _DECODERS: Mapping[str, Callable[[JSON, Any], Any]] = {

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core.randomness import derived_seed, generator_states, seed_everything, set_generator_states
+from shard_core.checkpoint.agreement import together
+from shard_core.errors import CheckpointCorrupted
+from shard_core.randomness import (
+    check_generator_states,
+    derived_seed,
+    generator_states,
+    seed_everything,
+    set_generator_states,
+)
 
 if TYPE_CHECKING:
     from shard_core.coordinator import Coordinator
@@ -37,6 +45,48 @@ def gather_random_state(
     }
 
 
+def check_random_state(saved: Any, coordinator: Coordinator, device: torch.device) -> None:
+    """Prove that ``take_up`` can do with what a checkpoint holds; every rank calls this.
+
+    Args:
+        saved: What ``gather_random_state`` may have returned.
+        coordinator: What ranks talk through.
+        device: This rank's.
+
+    Raises:
+        CheckpointCorrupted: On every rank, if it cannot on any.
+    """
+
+    def check() -> None:
+        try:
+            rows = _rows(saved)
+            rank = coordinator.rank if coordinator.rank < len(saved["data_ranks"]) else 0
+            check_generator_states({name: each[rank].clone() for name, each in rows.items()}, device)
+        except ValueError as error:
+            raise CheckpointCorrupted(
+                f"the checkpoint does not say where the random number generators stood: {error}; modules and "
+                "optimizers are loaded, the generators are as they were; use another checkpoint."
+            ) from error
+
+    together(coordinator, "taking up the random number generators", check)
+
+
+def _rows(saved: Any) -> dict[str, torch.Tensor]:
+    """Take out each generator's states, a row per rank.
+
+    Raises:
+        ValueError: If there are no such rows.
+    """
+    fields = saved if isinstance(saved, dict) else {}
+    data_ranks, generators = fields.get("data_ranks"), fields.get("generators")
+    if not isinstance(data_ranks, list) or not data_ranks or not isinstance(generators, dict):
+        raise ValueError("it lacks 'data_ranks' or 'generators'")
+    for name, rows in generators.items():
+        if not isinstance(rows, torch.Tensor) or not rows.dim() or len(rows) != len(data_ranks):
+            raise ValueError(f"{name!r} has no row for each of {len(data_ranks)} ranks")
+    return dict(generators)
+
+
 def take_up(
     saved: Mapping[str, Any], coordinator: Coordinator, device: torch.device, data_rank: int
 ) -> tuple[int, torch.Tensor | None]:
@@ -46,7 +96,7 @@ def take_up(
     number derived from where rank 0's stood and its data rank, which is as repeatable.
 
     Args:
-        saved: What ``gather_random_state`` returned.
+        saved: What ``gather_random_state`` returned, and ``check_random_state`` has looked at.
         coordinator: What ranks talk through.
         device: This rank's.
         data_rank: This rank's place among those that see different data.

@@ -16,7 +16,7 @@ from shard_core.checkpoint.assembly import full_tensors
 from shard_core.checkpoint.contents import Contents
 from shard_core.checkpoint.own_keys import OWN_KEYS, RANDOM_KEY
 from shard_core.errors import CheckpointError
-from shard_core.strategy.random_state import gather_random_state, take_up
+from shard_core.strategy.random_state import check_random_state, gather_random_state, take_up
 from shard_core.strategy.talking import Talking
 
 if TYPE_CHECKING:
@@ -105,10 +105,13 @@ class Remembering(Talking):
         loaded = self.checkpoint_io.load(path, asked, coordinator=self.collectives, strict=strict, values=values)
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
+        random = loaded.values.pop(RANDOM_KEY, None) if contents.optimizers else None
+        if random is not None:
+            check_random_state(random, self.collectives, self.root_device)
         left = contents.restore(loaded.values, into=state)
-        random = left.pop(RANDOM_KEY, None)
-        if random is not None and contents.optimizers:
+        if random is not None:
             self._take_up(random)
+        left.pop(RANDOM_KEY, None)
         return {**dict.fromkeys(loaded.remainder), **left}
 
     def latest_checkpoint(self, folder: str | os.PathLike[str]) -> Path | None:
