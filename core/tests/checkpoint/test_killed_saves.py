@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 
-def _sweep(folder: Path, stride: int, seconds: float) -> dict[str, list[str]]:
+def _sweep(folder: Path, stride: int, victims: tuple[str, ...], seconds: float) -> dict[str, list[str]]:
     script = Path(__file__).with_name("killed_saves.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(stride)],
+        [sys.executable, str(script), str(folder), str(stride), *victims],
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -33,13 +33,14 @@ def _assert_old_or_new(outcome: dict[str, list[str]]) -> None:
 
 
 def test_a_save_killed_at_some_operations_leaves_the_old_or_the_new_checkpoint(tmp_path):
-    outcome = _sweep(tmp_path, stride=9, seconds=300)
-    assert sum(map(len, outcome.values())) > 15
+    outcome = _sweep(tmp_path, 29, ("all", "0", "1"), seconds=280)
+    assert sum(map(len, outcome.values())) > 30
     _assert_old_or_new(outcome)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1900)
 def test_a_save_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path):
-    outcome = _sweep(tmp_path, stride=1, seconds=1800)
-    assert sum(map(len, outcome.values())) > 150
+    outcome = _sweep(tmp_path, 1, ("all", "0", "1"), seconds=1800)
+    assert sum(map(len, outcome.values())) > 400
     _assert_old_or_new(outcome)

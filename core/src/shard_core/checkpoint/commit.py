@@ -81,8 +81,17 @@ class Attempt:
 
         Args:
             kept: The files the new manifest names.
+
+        Raises:
+            OSError: If the disk refuses; what was there is there, or the new checkpoint is.
         """
-        self._new_manifest.rename(self.folder / MANIFEST_NAME)
+        try:
+            self._new_manifest.rename(self.folder / MANIFEST_NAME)
+        except OSError:
+            # Only if it surely was not renamed: some file systems do what they say has failed.
+            if os.path.lexists(self._new_manifest):
+                self.discard(range(self.world_size))
+            raise
         fsync_folder(self.folder)
         _remove(path for path in self.folder.iterdir() if path.name not in kept and _is_ours(path.name))
 
@@ -136,9 +145,15 @@ def fsync_folder(folder: Path) -> None:
 def _make_folders(folder: Path) -> None:
     """Make a folder and its parents, each of which must outlast a loss of power."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for made in reversed(missing):
-        fsync_folder(made.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for made in reversed(missing):
+            fsync_folder(made.parent)
+    except OSError:
+        for made in missing:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+        raise
 
 
 def _is_ours(name: str) -> bool:
