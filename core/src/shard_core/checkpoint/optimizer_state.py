@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES, OptimizerRecord
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
     from shard_core.checkpoint.names import NamedTensors
     from shard_core.checkpoint.state import Slot
 
@@ -67,12 +69,17 @@ class OptimizerTensors:
         return set(self._parameters)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Give (parameter's name, slot, tensor) for all state that is stored as tensors."""
+        """Give (parameter's name, slot, tensor) for all state that is stored as tensors.
+
+        Raises:
+            CheckpointError: If a rank's own tensor may be a part of the state or a copy of it.
+        """
         for name, parameter in self._parameters.items():
             slots = self._optimizer.state.get(parameter, {})
             tensors = {slot: value for slot, value in slots.items() if self._is_stored(name, slot, value)}
             tensors |= {slot: value for (owner, slot), value in self._made.items() if owner == name}
             for slot in sorted(tensors):
+                self._refuse_unknown_layout(name, slot, tensors[slot])
                 yield name, slot, tensors[slot]
 
     def record(self) -> OptimizerRecord:
@@ -110,7 +117,9 @@ class OptimizerTensors:
                 continue
             if slot.shape == slot.parameter_shape:
                 self._made[slot.name, slot.slot] = self._zeros_like(parameter, slot.dtype)
-            elif slot.parameter_shape == tuple(parameter.shape) and not isinstance(parameter, DTensor):
+            elif isinstance(parameter, DTensor):
+                self._made[slot.name, slot.slot] = _zeros_beside(parameter, slot)
+            elif slot.parameter_shape == tuple(parameter.shape):
                 self._made[slot.name, slot.slot] = torch.zeros(slot.shape, dtype=slot.dtype, device=parameter.device)
 
     @torch.no_grad()
@@ -158,6 +167,16 @@ class OptimizerTensors:
         """Tell tensors from scalars by their full shapes alone, so that every layout comes to the same answer."""
         return isinstance(value, torch.Tensor) and (value.dim() > 0 or (not self._shapes[name] and slot != "step"))
 
+    def _refuse_unknown_layout(self, name: str, slot: str, value: torch.Tensor) -> None:
+        parameter = self._parameters[name]
+        if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+            return
+        if not all(isinstance(placement, Replicate) for placement in parameter.placements):
+            raise CheckpointError(
+                f"optimizer {self._owner!r} keeps {slot!r} of {name!r} as a plain tensor, and the parameter is divided "
+                "among ranks, so it may be a part or a copy; let the optimizer keep it as a DTensor."
+            )
+
     def _find_module(self, modules: Mapping[str, NamedTensors]) -> str:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
@@ -168,6 +187,18 @@ class OptimizerTensors:
             f"optimizer {self._owner!r} steps no parameter of any module in the state; put its module in too, and set "
             "both up together."
         )
+
+
+def _zeros_beside(parameter: DTensor, slot: Slot) -> DTensor:
+    """Make state of another shape than its parameter: cut where it is as long as the parameter, else in copies."""
+
+    def follows(placement: Placement) -> bool:
+        if type(placement) is not Shard or len(slot.shape) != parameter.dim():
+            return False
+        return slot.shape[placement.dim] == parameter.shape[placement.dim]
+
+    placements = [placement if follows(placement) else Replicate() for placement in parameter.placements]
+    return zeros(slot.shape, dtype=slot.dtype, device_mesh=parameter.device_mesh, placements=placements)
 
 
 def _in_place_of(before: Any, value: Any) -> Any:
