@@ -161,7 +161,11 @@ def _forge_index(checkpoint, change) -> None:
     forge(checkpoint, lambda content: content.update(index=record))
 
 
-def _set(name: str, place: int, value: int):
+def _swap_cuts(columns) -> None:
+    columns["cut"] = 1 - columns["cut"]
+
+
+def _set(name: str, place: int | slice, value: int):
     def change(columns):
         columns[name][place] = value
 
@@ -211,8 +215,12 @@ _FORGED_INDEXES = {
     **{f"{name} of {value}": _set(name, 1, value) for name in ("rows", "begin", "offsets", "sizes") for value in _WILD},
     "file of -1": _set("file", 0, -1),
     "file of 99": _set("file", 0, 99),
-    "rows that wrap": _rows(2**63 - 1, -(2**63), -1),
+    "rows that wrap": _rows(2**63 - 1, -(2**63)),
+    "rows whose boxes wrap": _rows(2**62, 2**62 + 1),
     "rows that fall": _rows(5, 2),
+    **{f"cut of {value}": _set("cut", 0, value) for value in (-1, 2, 2**31 - 1)},
+    "a cut of another shape": _swap_cuts,
+    "a cut of nobody": _set("cut", slice(None), 0),
     "overlap in a file": _set("begin", 1, 152),
     "begin inside an element": _set("begin", 0, 1),
     "a column of another type": _column("begin", "i4"),
