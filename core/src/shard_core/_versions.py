@@ -31,6 +31,9 @@ when torch tells what is compiled; importing its compiler only to ask takes seco
 count as changed in place, so that one backward cannot follow two forwards. They are sent beside it. It can go when
 that torch is no longer supported.
 
+``Tensor._version``: how often a tensor was changed in place. Checked on torch 2.13.0. It can go when torch tells it in
+public.
+
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch tells it in public.
 """
@@ -66,6 +69,7 @@ __all__ = [
     "is_compiled",
     "replaced_trunc_normal",
     "unset_fake_temporarily",
+    "version_of",
     "written_arguments",
 ]
 
@@ -110,6 +114,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
         or hasattr(part.forward, "_torchdynamo_orig_callable")
         for name, part in module.named_modules()
     )
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Tell how often a tensor was changed in place, through itself or a view; None if that is not counted."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @functools.cache

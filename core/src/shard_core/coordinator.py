@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -33,3 +34,15 @@ class Coordinator(Protocol):
 
     def any_true(self, flag: bool) -> bool:
         """Tell every rank whether any rank said ``True``."""
+
+    def aside(self) -> AbstractContextManager[Coordinator]:
+        """Open a line of its own to the same ranks, for a task that runs behind training.
+
+        What goes over it waits for no message of training and holds none up, so another thread may use it.
+
+        Returns:
+            A context that gives the line; a rank that dies while others are inside is named by ``MissingRank``.
+
+        Raises:
+            MissingCapability: If there can be none.
+        """

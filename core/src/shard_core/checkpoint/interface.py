@@ -94,7 +94,7 @@ class CheckpointIO(abc.ABC):
         storage_options: Mapping[str, Any] | None = None,
         filter: Callable[[str], bool] | None = None,
         state_dict_type: str | None = None,
-        blocking: bool = True,
+        blocking: bool | None = None,
     ) -> SaveHandle:
         """Write a checkpoint.
 
@@ -107,10 +107,13 @@ class CheckpointIO(abc.ABC):
             storage_options: For stores other than a local disk.
             filter: Tells by its key whether a tensor of a module or an optimizer is written.
             state_dict_type: ``"sharded"`` (the default) or ``"full"``.
-            blocking: Whether to return only when the checkpoint is complete.
+            blocking: Whether to return only when the checkpoint is complete; None for what this part does by itself.
+                Where it is False, the handle's ``staged`` is done no later than ``committed``, and the process does
+                not exit before both are.
 
         Raises:
             CheckpointError: If it cannot be written; a checkpoint that was there still is.
+            MissingCapability: If it cannot save behind training and ``blocking`` is False.
         """
 
     @abc.abstractmethod

@@ -101,12 +101,13 @@ class Ownership:
         self._mesh = mesh
         self._loads: dict[Any, list[int]] = {}
 
-    def shard(self, key: str, tensor: torch.Tensor) -> TensorShard:
+    def shard(self, key: str, tensor: torch.Tensor, *, stepped: bool = False) -> TensorShard:
         """Describe this rank's part of a tensor.
 
         Args:
             key: The tensor's name. Every rank asks for the same tensors in the same order.
             tensor: A plain tensor, of which each rank has a copy, or a distributed one.
+            stepped: Whether nothing but an optimizer's step changes it.
 
         Raises:
             CheckpointError: If the tensor holds no values that could be saved, or is laid out oddly.
@@ -120,7 +121,14 @@ class Ownership:
             copies = Copies(axes=None, sizes=(self._world_size,), place=self._rank)
         parts = self._world_size // math.prod(copies.sizes)
         write = self._owner(copies, tensor.numel() * tensor.element_size() // parts) == copies.place
-        return TensorShard(key=key, shape=tuple(tensor.shape), offsets=box.offsets, view=local, write=write)
+        return TensorShard(
+            key=key,
+            shape=tuple(tensor.shape),
+            offsets=box.offsets,
+            view=local,
+            write=write,
+            stepped=tensor if stepped else None,
+        )
 
     def _owner(self, copies: Copies, size: int) -> int:
         # Loads are counted per kind of layout: only ranks that hold copies of one part need to agree.

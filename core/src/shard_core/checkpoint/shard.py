@@ -22,6 +22,8 @@ class TensorShard:
         offsets: Where the box begins.
         view: The box's elements: read on save, filled in place on load.
         write: Whether this rank saves the box; of several ranks that hold a copy, one does.
+        stepped: The tensor that the view is of, if nothing but an optimizer's step changes it: a save behind training
+            may then copy it later. None for what may change at any time.
     """
 
     key: str
@@ -29,6 +31,7 @@ class TensorShard:
     offsets: tuple[int, ...]
     view: torch.Tensor
     write: bool = True
+    stepped: torch.Tensor | None = None
 
     @property
     def box(self) -> Box:
@@ -61,7 +64,13 @@ class FlatPart:
 
 
 def shards_of_range(
-    key: str, shape: Sequence[int], start: int, flat: torch.Tensor, write: bool = True
+    key: str,
+    shape: Sequence[int],
+    start: int,
+    flat: torch.Tensor,
+    write: bool = True,
+    *,
+    stepped: torch.Tensor | None = None,
 ) -> list[TensorShard]:
     """Describe one range of a tensor's elements, as engines with flat shards hold it.
 
@@ -71,6 +80,7 @@ def shards_of_range(
         start: The range's first element, counted row by row.
         flat: The range's elements, without padding; may be none.
         write: Whether this rank saves the range.
+        stepped: The tensor that the range is of, if nothing but an optimizer's step changes it.
 
     Returns:
         Shards whose views share ``flat``'s memory; for an empty range one without elements.
@@ -88,6 +98,6 @@ def shards_of_range(
     shards, place = [], 0
     for box in boxes_of_range(shape, start, start + flat.numel()):
         view = flat[place : place + box.volume].view(box.sizes)
-        shards.append(TensorShard(key=key, shape=shape, offsets=box.offsets, view=view, write=write))
+        shards.append(TensorShard(key=key, shape=shape, offsets=box.offsets, view=view, write=write, stepped=stepped))
         place += box.volume
     return shards

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import together
+from shard_core.checkpoint.behind_training import save_behind_training
 from shard_core.checkpoint.commit import Attempt
 from shard_core.checkpoint.filtered_state import FilteredState
 from shard_core.checkpoint.folder import latest, local_path, read_manifest
@@ -19,7 +20,7 @@ from shard_core.checkpoint.retention import Retention, retain
 from shard_core.checkpoint.saving import gather_parts, value_shards, write_full, write_rank
 from shard_core.checkpoint.state import KeySpace
 from shard_core.checkpoint.values import encode, encode_scalar
-from shard_core.errors import CheckpointError, InvalidOption, MissingCapability, nearest
+from shard_core.errors import CheckpointError, InvalidOption, nearest
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.shard import TensorShard
@@ -58,14 +59,22 @@ class ShardedCheckpointIO(CheckpointIO):
         storage_options: Mapping[str, Any] | None = None,
         filter: Callable[[str], bool] | None = None,
         state_dict_type: str | None = None,
-        blocking: bool = True,
+        blocking: bool | None = None,
     ) -> SaveHandle:
-        """Write a checkpoint; see ``CheckpointIO.save``."""
-        _refuse_what_comes_later(storage_options, blocking)
-        save = _Save(path, _form(state_dict_type), coordinator)
-        save.begin(state if filter is None else FilteredState(state, filter), values, information)
-        save.write()
-        return save.commit(self._retention)
+        """Write a checkpoint, behind training only if ``blocking`` is False; see ``CheckpointIO.save``."""
+        _refuse_what_comes_later(storage_options)
+        form = _form(state_dict_type)
+
+        def write(state: TrainingState, values: Mapping[str, Any], coordinator: Coordinator) -> SaveHandle:
+            save = _Save(path, form, coordinator)
+            save.begin(state, values, information)
+            save.write()
+            return save.commit(self._retention)
+
+        kept = state if filter is None else FilteredState(state, filter)
+        if blocking is False:
+            return save_behind_training(path, kept, values, coordinator, write)
+        return write(kept, values, coordinator)
 
     def load(
         self,
@@ -187,13 +196,11 @@ def _form(state_dict_type: str | None) -> str:
     return form
 
 
-def _refuse_what_comes_later(storage_options: object, blocking: bool) -> None:
+def _refuse_what_comes_later(storage_options: object) -> None:
     if storage_options:
         raise InvalidOption(
             "storage_options are for object stores; this version keeps checkpoints in folders, leave them out."
         )
-    if not blocking:
-        raise MissingCapability("saving in the background is not there yet; leave blocking=True.")
 
 
 def _check_same_path(paths: Sequence[str]) -> None:

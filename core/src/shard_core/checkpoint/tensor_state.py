@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from torch.nn import Parameter
+
 from shard_core.checkpoint.named_state import NamedState
 from shard_core.checkpoint.names import ModuleTensors
 from shard_core.checkpoint.ownership import Ownership
@@ -61,10 +63,17 @@ class TensorState(NamedState):
         for module, tensors in self._tensors.items():
             for name, tensor in tensors.tensors.items():
                 part, key = tensors.parts.get(name), self.keys.parameter(module, name)
-                shards += _shards_of_part(key, part, part.values) if part else [ownership.shard(key, tensor)]
+                stepped = isinstance(tensor, Parameter)  # buffers change in forwards
+                shards += (
+                    _shards_of_part(key, part, part.values) if part else [ownership.shard(key, tensor, stepped=stepped)]
+                )
         for held in self.slots():
             part = self._tensors[held.module].parts.get(held.name)
-            shards += _shards_of_part(held.key, part, held.tensor) if part else [ownership.shard(held.key, held.tensor)]
+            shards += (
+                _shards_of_part(held.key, part, held.tensor)
+                if part
+                else [ownership.shard(held.key, held.tensor, stepped=True)]
+            )
         return shards
 
 
@@ -72,4 +81,4 @@ def _shards_of_part(key: str, part: FlatPart, values: torch.Tensor) -> list[Tens
     """Describe a part of a parameter, or the state an optimizer keeps of it."""
     # State of one element stands on every rank, and counts where the parameter's one element is.
     flat = values.detach().reshape(-1)[: part.values.numel()]
-    return shards_of_range(key, part.shape, part.start, flat)
+    return shards_of_range(key, part.shape, part.start, flat, stepped=values)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from shard_core.errors import CollectiveError, nearest
+from shard_core.errors import CollectiveError, MissingCapability, nearest
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
+
+    from shard_core.coordinator import Coordinator
 
 T = TypeVar("T")
 
@@ -133,6 +137,17 @@ class Collectives(abc.ABC):
     @abc.abstractmethod
     def any_true(self, flag: bool) -> bool:
         """Tell every rank whether any rank said ``True``."""
+
+    def aside(self) -> AbstractContextManager[Coordinator]:
+        """Open a line of its own to the same ranks, for a task that another thread does behind training.
+
+        Raises:
+            MissingCapability: If these collectives have none.
+        """
+        raise MissingCapability(
+            f"{type(self).__name__} cannot talk behind training; save with blocking=True, or let the class implement "
+            "aside()."
+        )
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -13,10 +14,15 @@ from shard_core._versions import default_store
 from shard_core.collectives.interface import Collectives, check_mean, reduce_op_named
 from shard_core.collectives.roll_call import RollCall, shared_store
 from shard_core.collectives.shutdown import close_process_group, settle_at_exit
+from shard_core.collectives.store_exchange import StoreExchange
 from shard_core.errors import CollectiveError, nearest
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch.autograd.function import FunctionCtx
+
+    from shard_core.coordinator import Coordinator
 
 T = TypeVar("T")
 
@@ -36,7 +42,8 @@ class ProcessGroupCollectives(Collectives):
     Args:
         backend: torch.distributed's backend; None chooses by the device.
         timeout: How long a collective of a training step may take.
-        guard_timeout: How long ``connect`` and ``barrier`` wait for a rank before they name it.
+        guard_timeout: How long ``connect`` and ``barrier`` wait for a rank before they name it, and how long one
+            may not be heard of behind training.
     """
 
     def __init__(
@@ -50,7 +57,10 @@ class ProcessGroupCollectives(Collectives):
         self._guard_timeout = guard_timeout
         self._device = torch.device("cpu")
         self._owns_group = False
+        self._store: dist.Store | None = None
         self._roll_call: RollCall | None = None
+        self._behind: dist.Store | None = None
+        self._lines = itertools.count()
 
     @property
     def rank(self) -> int:
@@ -74,14 +84,12 @@ class ProcessGroupCollectives(Collectives):
             settle_at_exit()
             # Each strategy on a group that outlives it calls its own roll.
             name = self.broadcast_object(uuid.uuid4().hex)
-            own = dist.PrefixStore(f"shard/{name}", default_store())
-            self._roll_call = RollCall(own, rank, world_size, self._guard_timeout)
+            self._meet_at(dist.PrefixStore(f"shard/{name}", default_store()), rank, world_size)
             return
         backend = self._backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         _check_backend(backend)
         store = dist.HashStore() if world_size == 1 else shared_store(rank, world_size, self._guard_timeout)
-        self._roll_call = RollCall(store, rank, world_size, self._guard_timeout)
-        self._roll_call.answer("start")
+        self._meet_at(store, rank, world_size).answer("start")
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -91,6 +99,11 @@ class ProcessGroupCollectives(Collectives):
         )
         self._owns_group = True
         settle_at_exit()
+
+    def _meet_at(self, store: dist.Store, rank: int, world_size: int) -> RollCall:
+        self._store, self._lines = store, itertools.count()
+        self._roll_call = RollCall(store, rank, world_size, self._guard_timeout)
+        return self._roll_call
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
         """Reduce over ranks into a new tensor; gloo and NCCL alike, the mean is a sum divided."""
@@ -127,7 +140,7 @@ class ProcessGroupCollectives(Collectives):
     def barrier(self, name: str = "barrier") -> None:
         """Wait for every rank; one that does not come is named."""
         if self._roll_call is None:
-            raise CollectiveError("these collectives are not connected; call setup_environment() first.")
+            raise _not_connected()
         self._roll_call.answer(name)
 
     def any_true(self, flag: bool) -> bool:
@@ -136,12 +149,24 @@ class ProcessGroupCollectives(Collectives):
             return flag
         return bool(self.all_reduce(torch.tensor(int(flag)), reduce_op="max").item())
 
+    def aside(self) -> AbstractContextManager[Coordinator]:
+        """Talk through the store the ranks met at, over another connection: one client serves one thread at a time."""
+        if self._store is None:
+            raise _not_connected()
+        self._behind = self._behind or self._store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        line = dist.PrefixStore(f"aside/{next(self._lines)}", self._behind)
+        return StoreExchange(line, self.rank, self.world_size, self._guard_timeout)
+
     def close(self) -> None:
         """Destroy the process group if ``connect`` made it."""
-        self._roll_call = None
+        self._store = self._roll_call = self._behind = None
         if self._owns_group:
             self._owns_group = False
             close_process_group()
+
+
+def _not_connected() -> CollectiveError:
+    return CollectiveError("these collectives are not connected; call setup_environment() first.")
 
 
 def _check_backend(backend: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shard_core.collectives.interface import Collectives, check_mean, reduce_op_named
@@ -9,6 +10,8 @@ from shard_core.errors import CollectiveError
 
 if TYPE_CHECKING:
     import torch
+
+    from shard_core.coordinator import Coordinator
 
 T = TypeVar("T")
 
@@ -71,6 +74,10 @@ class SingleCollectives(Collectives):
     def any_true(self, flag: bool) -> bool:
         """Return the flag."""
         return flag
+
+    def aside(self) -> contextlib.AbstractContextManager[Coordinator]:
+        """Give itself: it holds nothing up."""
+        return contextlib.nullcontext(self)
 
     def close(self) -> None:
         """Do nothing."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Self
 
+from shard_core.errors import ShardError
 from shard_core.mesh import DataRanks
 from shard_core.strategy.remembering import Remembering
 
@@ -26,7 +28,19 @@ class Strategy(Remembering):
     """
 
     def teardown(self) -> None:
-        """Leave the other ranks and forget modules and optimizers; does nothing the second time."""
+        """Leave the other ranks and forget modules and optimizers; does nothing the second time.
+
+        A save that is under way is completed first.
+
+        Raises:
+            CheckpointError: If it fails; everything has been left by then.
+        """
+        try:
+            self._saves.settle()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         if self._placement is not None:
             self.engine_teardown()
         self._registry.clear()
@@ -41,6 +55,13 @@ class Strategy(Remembering):
         self.setup_environment()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        """Stop."""
-        self.teardown()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop; what went wrong before is raised, whatever goes wrong now."""
+        try:
+            self.teardown()
+        except ShardError as failure:
+            if error is None:
+                raise
+            error.add_note(f"After that, {failure}")

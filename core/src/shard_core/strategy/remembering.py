@@ -38,9 +38,13 @@ class Remembering(Talking):
         storage_options: Mapping[str, Any] | None = None,
         filter: Callable[[str], bool] | None = None,
         state_dict_type: str | None = None,
-        blocking: bool = True,
+        blocking: bool | None = None,
     ) -> SaveHandle:
         """Write a checkpoint; every rank calls this.
+
+        With ``blocking=False`` training goes on while it is written. One save is under way at a time: what comes next
+        to checkpoints waits for it, and so does ``teardown``; ``optimizer_step`` waits until the tensors are copied. If
+        it fails, whichever of these comes next raises that, on every rank, unless the handle has.
 
         Args:
             path: A folder to be made; one that exists is replaced only when the new one is complete.
@@ -49,18 +53,20 @@ class Remembering(Talking):
             storage_options: For the storage the path names.
             filter: Tells by its key, such as ``model.head.weight``, whether a tensor is written.
             state_dict_type: ``"sharded"`` (the default, unless an option of the strategy says other) or ``"full"``.
-            blocking: Whether to return only when the checkpoint is complete.
+            blocking: Whether to return only when the checkpoint is complete; None leaves it to ``checkpoint_io``,
+                whose default blocks.
 
         Returns:
             A handle to wait on.
 
         Raises:
-            CheckpointError: If it cannot be written; one that existed is still there.
+            CheckpointError: If it cannot be written, or the save before it could not; one that existed is still there.
             MissingRank: If a rank does not come within ``guard_timeout``.
         """
+        self._saves.settle()
         self.barrier(f"save_checkpoint of {path}")
         contents = self._contents(state)
-        return self.checkpoint_io.save(
+        handle = self.checkpoint_io.save(
             path,
             self.engine_state(contents.modules, contents.optimizers),
             {**contents.values(), RANDOM_KEY: self._random_state()},
@@ -75,6 +81,7 @@ class Remembering(Talking):
             state_dict_type=state_dict_type or self.engine_checkpoint_form(),
             blocking=blocking,
         )
+        return self._saves.watch(handle, self.collectives)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: dict[str, Any] | None = None, *, strict: bool = True
@@ -96,6 +103,7 @@ class Remembering(Talking):
             CheckpointMismatch: Listing every difference.
             CheckpointCorrupted: Naming the damaged tensors.
         """
+        self._saves.settle()
         self.barrier(f"load_checkpoint of {path}")
         contents = self._contents(state or {})
         tensors = contents.modules or contents.optimizers
@@ -128,6 +136,7 @@ class Remembering(Talking):
         Raises:
             MissingRank: If a rank does not come within ``guard_timeout``.
         """
+        self._saves.settle()
         self.barrier(f"latest_checkpoint of {folder}")
 
         def look() -> Path | None:

@@ -22,6 +22,7 @@ from shard_core.run_options import RunOptions
 from shard_core.strategy.engine import Engine
 from shard_core.strategy.placement import Placement
 from shard_core.strategy.registry import Registry
+from shard_core.strategy.saves_under_way import SavesUnderWay
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +56,7 @@ class Starting(Engine):
                 f"checkpoint_io is {self.checkpoint_io!r}; give a CheckpointIO, or None for the default."
             )
         self._registry = Registry()
+        self._saves = SavesUnderWay()
         self._placement: Placement | None = None
         self._mesh: DeviceMesh | None = None
         self._data = DataRanks(rank=0, size=1)

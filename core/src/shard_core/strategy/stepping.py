@@ -128,6 +128,8 @@ class Stepping(Building):
     ) -> bool:
         """Step an optimizer, unless a gradient scaler found an overflow on any rank.
 
+        Waits until a save behind training has copied what the step changes.
+
         Args:
             optimizer: One that was set up.
             closure: Evaluates the loss again: zeroes gradients, runs forward and ``backward``.
@@ -135,7 +137,11 @@ class Stepping(Building):
 
         Returns:
             Whether it stepped; the same on every rank.
+
+        Raises:
+            CheckpointError: If a save behind training failed; nothing was stepped.
         """
+        self._saves.begin_step()
         known = self._registry.owner(optimizer)
         if closure is None:
             finite = self._finish(optimizer)

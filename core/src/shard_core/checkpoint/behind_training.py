@@ -1,0 +1,65 @@
+"""A save that goes on behind training: a snapshot, and a thread that writes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shard_core.checkpoint.agreement import together
+from shard_core.checkpoint.interface import SaveHandle
+from shard_core.checkpoint.own_thread import run_aside
+from shard_core.checkpoint.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.coordinator import Coordinator
+
+
+def save_behind_training(
+    path: str | os.PathLike[str],
+    state: TrainingState,
+    values: Mapping[str, Any],
+    coordinator: Coordinator,
+    write: Callable[[TrainingState, Mapping[str, Any], Coordinator], object],
+) -> SaveHandle:
+    """Take a snapshot and write it in a thread that training need not wait for; every rank calls this.
+
+    This is how a ``CheckpointIO`` saves with ``blocking=False``. The process does not exit before it is done.
+
+    Args:
+        path: Where the checkpoint will be.
+        state: Modules and optimizers.
+        values: The rest, by the user's names.
+        coordinator: How ranks talk.
+        write: Saves a state and values, and returns when the checkpoint is complete; it talks through the coordinator
+            it is given and through no other.
+
+    Returns:
+        A handle to wait on.
+
+    Raises:
+        CheckpointError: If there is something that no checkpoint can hold.
+        MissingCapability: If the ranks can talk in no other thread.
+    """
+    doing = f"saving {os.fspath(path)!r}"
+    handle = SaveHandle(path=Path(path), staged=Future(), committed=Future())
+    taken: list[Snapshot] = []
+    together(coordinator, doing, lambda: taken.append(Snapshot(state, values, rank=coordinator.rank)))
+
+    def save(others: Coordinator) -> None:
+        snapshot = taken.pop()
+
+        def stage() -> None:
+            try:
+                snapshot.stage()
+            finally:
+                handle.staged.set_result(None)
+
+        together(others, doing, stage)
+        write(snapshot, snapshot.values, others)
+
+    run_aside(coordinator, save, handle.committed, name="shard-save")
+    return handle
