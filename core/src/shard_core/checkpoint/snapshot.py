@@ -65,8 +65,8 @@ class Snapshot(TrainingState):
         changed = [shard.label for place, shard in live.items() if _versions(shard) != self._waiting[place]]
         if changed:
             raise CheckpointError(
-                f"{changed[0]!r} was changed before the save had copied it{_more(changed)}; wait for the handle's "
-                "staged before you change weights or optimizer state outside optimizer_step."
+                f"{_named(changed)} changed before the save had copied it; wait for the handle's staged before you "
+                "change weights or optimizer state outside optimizer_step."
             )
 
     @property
@@ -115,5 +115,5 @@ def _holding(shard: TensorShard, view: torch.Tensor) -> TensorShard:
     return dataclasses.replace(shard, view=view, stepped=None)
 
 
-def _more(changed: Sequence[str]) -> str:
-    return f", and so were {len(changed) - 1} more" if len(changed) > 1 else ""
+def _named(changed: Sequence[str]) -> str:
+    return f"{changed[0]!r} was" if len(changed) == 1 else f"{changed[0]!r} and {len(changed) - 1} more were"

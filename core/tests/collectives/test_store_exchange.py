@@ -1,0 +1,130 @@
+"""Threads exchange objects over the store while training talks over its group."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from shard_core.collectives.process_group import ProcessGroupCollectives
+from shard_core.errors import CollectiveError, MissingRank, RankFailed
+from shard_core.testing.world import World
+
+
+def connected(guard: float = 30.0) -> ProcessGroupCollectives:
+    collectives = ProcessGroupCollectives(guard_timeout=timedelta(seconds=guard))
+    collectives.connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu"))
+    return collectives
+
+
+def talks() -> Any:
+    with connected().aside() as line:
+        gathered = line.gather_objects({"rank": line.rank, "tensor": torch.ones(2)})
+        sent = line.broadcast_object([line.rank], src=line.world_size - 1)
+        line.barrier()
+        said = line.any_true(line.rank == 1), line.any_true(False)
+        with line.aside() as same:
+            again = same.gather_objects(line.rank)
+        return [each["rank"] for each in gathered], sent, said, again
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_it_keeps_the_coordinators_promises(worlds: Any, size: int) -> None:
+    ranks = list(range(size))
+    assert worlds(size).run(talks) == [(ranks, [size - 1], (size > 1, False), ranks)] * size
+
+
+def keys_before_and_after() -> tuple[int, int]:
+    collectives = connected()
+    store = collectives._store
+    with collectives.aside() as line:
+        line.barrier()
+    collectives.barrier()
+    before = store.num_keys()
+    collectives.barrier()
+    for _ in range(5):
+        with collectives.aside() as line:
+            line.gather_objects("x" * 100)
+            line.barrier()
+    collectives.barrier()
+    after = store.num_keys()
+    collectives.barrier()
+    return before, after
+
+
+def test_it_leaves_no_keys_behind(worlds: Any) -> None:
+    for before, after in worlds(2).run(keys_before_and_after):
+        assert after - before <= 4  # those of the roll-calls between
+
+
+def training_goes_on() -> float:
+    """Wait in a thread for a rank that comes late, and meet for training in the meantime."""
+    collectives = connected()
+    line = collectives.aside()
+    late = threading.Event()
+
+    def behind() -> None:
+        with line as others:
+            if others.rank == 1:
+                late.wait()
+            others.barrier()
+
+    thread = threading.Thread(target=behind)
+    thread.start()
+    time.sleep(0.2)
+    begun = time.monotonic()
+    for _ in range(20):
+        collectives.barrier()
+    took = time.monotonic() - begun
+    assert thread.is_alive()
+    late.set()
+    thread.join()
+    return took
+
+
+def test_training_meets_while_a_thread_waits(worlds: Any) -> None:
+    assert max(worlds(2).run(training_goes_on)) < 5.0
+
+
+def is_slow() -> list[int]:
+    with connected(guard=0.6).aside() as line:
+        if line.rank == 1:
+            time.sleep(2.0)
+        return line.gather_objects(line.rank)
+
+
+def test_who_takes_long_but_lives_is_waited_for(worlds: Any) -> None:
+    assert worlds(2).run(is_slow) == [[0, 1]] * 2
+
+
+def dies(victim: int) -> str:
+    with connected(guard=1.0).aside() as line:
+        line.barrier()
+        if line.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        try:
+            line.gather_objects(line.rank)
+        except MissingRank as error:
+            assert time.monotonic() - begun < 5.0
+            print(error)  # the world hears nothing else from a rank beside a dead one
+            raise
+    return ""
+
+
+@pytest.mark.parametrize(("size", "victim"), [(3, 2), (2, 0)])
+def test_who_dies_is_named_to_all(size: int, victim: int) -> None:
+    with World(size) as world, pytest.raises(RankFailed) as failure:
+        world.run(dies, victim, timeout=30)
+    teller = 1 if victim == 0 else 0
+    told = str(failure.value).count(f"MissingRank: rank {teller} heard nothing of rank {victim} for 1 s")
+    assert told == size - 1, str(failure.value)
+
+
+def test_who_is_not_connected_is_told() -> None:
+    with pytest.raises(CollectiveError, match="not connected; call setup_environment"):
+        ProcessGroupCollectives().aside()
