@@ -100,6 +100,7 @@ class Ownership:
         self._world_size = world_size
         self._mesh = mesh
         self._loads: dict[Any, list[int]] = {}
+        self._fixed_axes: dict[DeviceMesh, list[int]] = {}
 
     def shard(self, key: str, tensor: torch.Tensor, *, stepped: bool = False) -> TensorShard:
         """Describe this rank's part of a tensor.
@@ -146,7 +147,9 @@ class Ownership:
             )
         replicated = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
         inner = [(tensor.device_mesh, axis) for axis in replicated]
-        outer = [(mesh, axis) for axis in _fixed_axes(mesh, tensor.device_mesh)]
+        if tensor.device_mesh not in self._fixed_axes:  # found out once: it takes longer than all else about a tensor
+            self._fixed_axes[tensor.device_mesh] = _fixed_axes(mesh, tensor.device_mesh)
+        outer = [(mesh, axis) for axis in self._fixed_axes[tensor.device_mesh]]
         sizes, place = [], 0
         for where, axis in outer + inner:
             coordinate = where.get_coordinate()
