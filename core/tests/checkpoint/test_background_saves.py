@@ -147,8 +147,8 @@ def test_what_no_checkpoint_can_hold_is_refused_at_once(tmp_path: Path) -> None:
     strategy, state = single()
     with pytest.raises(CheckpointError, match=r"'odd' is a builtins.object"):
         strategy.save_checkpoint(tmp_path / "c", {**state, "odd": object()}, blocking=False)
-    with pytest.raises(InvalidOption, match="state_dict_type 'fulll' is none of: sharded, full; did you mean 'full'"):
-        strategy.save_checkpoint(tmp_path / "c", state, state_dict_type="fulll", blocking=False)
+    with pytest.raises(InvalidOption, match="state_dict_type 'ful' is none of: sharded, full; did you mean 'full'"):
+        strategy.save_checkpoint(tmp_path / "c", state, state_dict_type="ful", blocking=False)
     with pytest.raises(InvalidOption, match="inner is 3; give a CheckpointIO"):
         AsyncCheckpointIO(3)
     assert not (tmp_path / "c").exists()

@@ -46,7 +46,7 @@ def keys_before_and_after() -> tuple[int, int]:
     collectives.barrier()
     before = store.num_keys()
     collectives.barrier()
-    for _ in range(5):
+    for _ in range(20):
         with collectives.aside() as line:
             line.gather_objects("x" * 100)
             line.barrier()
@@ -58,7 +58,7 @@ def keys_before_and_after() -> tuple[int, int]:
 
 def test_it_leaves_no_keys_behind(worlds: Any) -> None:
     for before, after in worlds(2).run(keys_before_and_after):
-        assert after - before <= 4  # those of the roll-calls between
+        assert after - before < 10  # those of the roll-calls between
 
 
 def training_goes_on() -> float:
