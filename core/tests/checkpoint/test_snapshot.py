@@ -12,7 +12,9 @@ import torch
 from single_rank import state_of
 from torch import nn
 
+from shard_core.checkpoint.filtered_state import FilteredState
 from shard_core.checkpoint.host_copies import HostCopies
+from shard_core.checkpoint.shard import TensorShard
 from shard_core.checkpoint.snapshot import Snapshot
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.errors import CheckpointError
@@ -107,6 +109,30 @@ def test_what_other_ranks_save_takes_no_room() -> None:
         )
         assert kept.view.is_meta is not shard.write
     assert snapshot.values["seen"].is_meta
+
+
+class Fetched(TensorState):
+    """Lists copies it has fetched from a device."""
+
+    holds_copies = True
+
+    def shards(self) -> list[TensorShard]:
+        return [
+            TensorShard(key=each.key, shape=each.shape, offsets=each.offsets, view=each.view.clone(), write=each.write)
+            for each in super().shards()
+        ]
+
+
+def test_what_is_a_copy_already_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, optimizer = stepped()
+    live = FilteredState(Fetched({"model": module}, {"optimizer": optimizer}, rank=0, world_size=2), bool)
+    monkeypatch.setattr(HostCopies, "now", None)
+    monkeypatch.setattr(HostCopies, "later", None)
+    snapshot = Snapshot(live, {}, rank=0)
+    snapshot.stage()
+    for shard, kept in zip(live.shards(), snapshot.shards(), strict=True):
+        assert kept.view.is_meta is not shard.write
+        assert not shard.write or torch.equal(kept.view, shard.view)
 
 
 _PEAK = """

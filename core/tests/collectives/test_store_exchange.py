@@ -87,7 +87,7 @@ def training_goes_on() -> float:
 
 
 def test_training_meets_while_a_thread_waits(worlds: Any) -> None:
-    assert max(worlds(2).run(training_goes_on)) < 5.0
+    assert max(worlds(2).run(training_goes_on)) < 20.0
 
 
 def is_slow() -> list[int]:
@@ -110,7 +110,7 @@ def dies(victim: int) -> str:
         try:
             line.gather_objects(line.rank)
         except MissingRank as error:
-            assert time.monotonic() - begun < 5.0
+            assert time.monotonic() - begun < 20.0
             print(error)  # the world hears nothing else from a rank beside a dead one
             raise
     return ""

@@ -27,6 +27,7 @@ class FilteredState(TrainingState):
     def __init__(self, state: TrainingState, chosen: Callable[[str], bool]) -> None:
         self._state = state
         self._chosen = chosen
+        self.holds_copies = state.holds_copies
 
     @property
     def modules(self) -> Sequence[str]:

@@ -50,7 +50,10 @@ class Snapshot(TrainingState):
         }
         live = state.shards()
         self._waiting = {place: _versions(shard) for place, shard in enumerate(live) if _can_wait(shard)}
-        self._shards = [shard if place in self._waiting else self._taken(shard) for place, shard in enumerate(live)]
+        self._shards = [
+            shard if place in self._waiting else self._taken(shard, is_copy=state.holds_copies)
+            for place, shard in enumerate(live)
+        ]
 
     def stage(self) -> None:
         """Copy what was left, and let go of the live tensors.
@@ -96,10 +99,11 @@ class Snapshot(TrainingState):
         del optimizers
         raise CheckpointError("a snapshot can only be saved; load into the live state.")
 
-    def _taken(self, shard: TensorShard) -> TensorShard:
+    def _taken(self, shard: TensorShard, *, is_copy: bool = False) -> TensorShard:
         """Copy what this rank writes; of the rest keep dtype and shape."""
-        view = shard.view
-        return _holding(shard, self._copies.now(view) if shard.write else torch.empty_like(view, device="meta"))
+        if not shard.write:
+            return _holding(shard, torch.empty_like(shard.view, device="meta"))
+        return shard if is_copy else _holding(shard, self._copies.now(shard.view))
 
 
 def _can_wait(shard: TensorShard) -> bool:

@@ -47,6 +47,9 @@ class TrainingState(abc.ABC):
     ``finish_load`` comes last. An object serves one save or one load.
     """
 
+    #: Whether the shards' views are copies that training never touches, so that a save behind it needs no others.
+    holds_copies: bool = False
+
     @property
     @abc.abstractmethod
     def modules(self) -> Sequence[str]:

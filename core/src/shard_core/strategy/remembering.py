@@ -57,7 +57,7 @@ class Remembering(Talking):
                 whose default blocks.
 
         Returns:
-            A handle to wait on.
+            A handle to wait on: on every rank, or on none.
 
         Raises:
             CheckpointError: If it cannot be written, or the save before it could not; one that existed is still there.

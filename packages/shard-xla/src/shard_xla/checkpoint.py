@@ -30,6 +30,8 @@ class DeviceState(NamedState):
         CheckpointError: If an optimizer steps what no module here has, or a module keeps what is no tensor.
     """
 
+    holds_copies = True
+
     def __init__(
         self,
         layouts: Mapping[str, Layout],
