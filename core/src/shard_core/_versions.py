@@ -34,6 +34,10 @@ that torch is no longer supported.
 ``Tensor._version``: how often a tensor was changed in place. Checked on torch 2.13.0. It can go when torch tells it in
 public.
 
+``METADATA_CLASSES`` and what stands beside it: the classes that the ``.metadata`` of ``torch.distributed.checkpoint``
+consist of, two of them private. They are never imported; a pickle that names others is refused. Checked on torch
+2.13.0. They can go when torch writes its metadata as data.
+
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch tells it in public.
 """
@@ -58,6 +62,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 __all__ = [
+    "METADATA_CLASSES",
+    "METADATA_LAYOUT",
+    "METADATA_SIZE",
     "NEEDS_VALUES",
     "FakeTensor",
     "FakeTensorMode",
@@ -72,6 +79,32 @@ __all__ = [
     "version_of",
     "written_arguments",
 ]
+
+#: (module, name) of the classes whose objects the metadata of a distributed checkpoint consist of.
+METADATA_CLASSES = frozenset(
+    [
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        # The folder's own path, as whoever has saved it gave it.
+        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    ]
+)
+#: (module, name) of what makes a size, called with its numbers.
+METADATA_SIZE = ("torch", "Size")
+#: (module, name) of what makes a layout, called with its name.
+METADATA_LAYOUT = ("torch.serialization", "_get_layout")
 
 #: What ``FakeTensorMode`` raises for an operation whose result depends on values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shard_core.errors import CheckpointError, CollectiveError, ShardError
@@ -50,6 +50,22 @@ def together(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -> li
         first = next(iter(failures.values()))
         raise first.kind(_joint_sentence(doing, failures, len(answers))) from cause
     return [value for value, _ in answers]  # type: ignore[misc]  # none is missing where no phase failed
+
+
+def check_same_path(paths: Sequence[str]) -> None:
+    """Make sure that all ranks mean one checkpoint.
+
+    Args:
+        paths: What each rank was given, in rank order.
+
+    Raises:
+        CheckpointError: If a rank was given another path than rank 0.
+    """
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
+            raise CheckpointError(
+                f"rank {rank} was given the path {path!r}, rank 0 {paths[0]!r}; all ranks save and load one checkpoint."
+            )
 
 
 class _Failure(NamedTuple):

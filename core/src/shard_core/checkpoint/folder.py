@@ -105,8 +105,12 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _absence(path: Path) -> str:
+    from shard_core.checkpoint.peers.recognition import holds_weights
+
     if not path.exists():
         return "does not exist"
+    if holds_weights(path):
+        return "holds weights that another library has written; load_weights() loads them"
     if not path.is_dir():
         return "is a file; a checkpoint is a folder"
     return f"is no committed checkpoint: it has no {MANIFEST_NAME}"

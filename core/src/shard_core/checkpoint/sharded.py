@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.agreement import together
+from shard_core.checkpoint.agreement import check_same_path, together
 from shard_core.checkpoint.behind_training import save_behind_training
 from shard_core.checkpoint.commit import Attempt
 from shard_core.checkpoint.filtered_state import FilteredState
@@ -93,7 +93,7 @@ class ShardedCheckpointIO(CheckpointIO):
             return os.fspath(path), read_manifest(local_path(path)) if coordinator.rank == 0 else b""
 
         answers = together(coordinator, doing, look)
-        _check_same_path([given for given, _ in answers])
+        check_same_path([given for given, _ in answers])
         restoration = Restoration(local_path(path), state, strict=strict, values=values)
         together(coordinator, doing, lambda: restoration.prepare(answers[0][1]))
         together(coordinator, doing, restoration.fill)
@@ -126,7 +126,7 @@ class _Save:
             coordinator = self._coordinator
             return Attempt.begin(local_path(self._path), coordinator.world_size) if coordinator.rank == 0 else None
 
-        _check_same_path(together(self._coordinator, self._doing, describe))
+        check_same_path(together(self._coordinator, self._doing, describe))
         attempt = together(self._coordinator, self._doing, make_folder)[0]
         assert attempt is not None  # rank 0 has made one
         self._attempt = attempt
@@ -201,11 +201,3 @@ def _refuse_what_comes_later(storage_options: object) -> None:
         raise InvalidOption(
             "storage_options are for object stores; this version keeps checkpoints in folders, leave them out."
         )
-
-
-def _check_same_path(paths: Sequence[str]) -> None:
-    for rank, path in enumerate(paths):
-        if path != paths[0]:
-            raise CheckpointError(
-                f"rank {rank} was given the path {path!r}, rank 0 {paths[0]!r}; all ranks save and load one checkpoint."
-            )

@@ -15,12 +15,14 @@ from shard_core.checkpoint.agreement import together
 from shard_core.checkpoint.assembly import full_tensors
 from shard_core.checkpoint.contents import Contents
 from shard_core.checkpoint.own_keys import OWN_KEYS, RANDOM_KEY
+from shard_core.checkpoint.peers.loading import load_weights
 from shard_core.errors import CheckpointError
 from shard_core.strategy.random_state import check_random_state, gather_random_state, take_up
 from shard_core.strategy.talking import Talking
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.interface import SaveHandle
+    from shard_core.checkpoint.peers.comparison import Names
     from shard_core.checkpoint.state import TrainingState
 
 #: Under which key a checkpoint keeps the state of the precision: the gradient scaler's.
@@ -121,6 +123,48 @@ class Remembering(Talking):
             self._take_up(random)
         left.pop(RANDOM_KEY, None)
         return {**dict.fromkeys(loaded.remainder), **left}
+
+    def load_weights(
+        self,
+        path: str | os.PathLike[str],
+        module: torch.nn.Module,
+        *,
+        key: str | None = None,
+        names: Names | None = None,
+        cast: bool = False,
+        strict: bool = True,
+    ) -> tuple[str, ...]:
+        """Fill a module with weights that another library has written; every rank calls this.
+
+        The path is a folder of safetensors files as Hugging Face's libraries write it, a folder of
+        ``torch.distributed.checkpoint``, a safetensors file, or a file of ``torch.save``; which it is can be seen. Each
+        rank reads what it holds of each tensor, and nothing in the files is executed. A tensor that is tied here needs
+        to be there under one of its names only.
+
+        Args:
+            path: The file or the folder.
+            module: What setup returned.
+            key: For files that hold more than one state dict: which, such as ``"model"`` in ``{"model": {...}}``.
+            names: The module's name for each of the files' names, as a dict or a function; None for a name drops the
+                tensor. Names that a dict does not have stay as they are.
+            cast: Whether floating-point tensors may be brought to the module's dtypes.
+            strict: Whether anything that differs or lacks is an error, before anything was touched.
+
+        Returns:
+            With ``strict=False``, what did not fit and was left as it was, a sentence each.
+
+        Raises:
+            CheckpointNotFound: If the path holds no weights.
+            CheckpointMismatch: Listing every difference.
+            CheckpointCorrupted: If files are damaged, or hold what would have to be executed.
+            MissingRank: If a rank does not come within ``guard_timeout``.
+        """
+        self.barrier(f"load_weights of {path}")
+        state = self.engine_state({"model": self._registry.of(module).module}, {})
+        left = load_weights(path, state, coordinator=self.collectives, key=key, names=names, cast=cast, strict=strict)
+        if left:
+            warnings.warn(f"left as they were: {'; '.join(left)}.", stacklevel=2)
+        return left
 
     def latest_checkpoint(self, folder: str | os.PathLike[str]) -> Path | None:
         """Find the newest checkpoint of a run that was completed; every rank calls this.

@@ -1,0 +1,42 @@
+"""What becomes of a tensor's numbers in another dtype, found out a piece at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from shard_core.checkpoint.element_differences import pieces_of
+
+
+def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether finite numbers are too large for a dtype.
+
+    Example:
+        >>> overflows(torch.tensor([1.0, 70000.0]), torch.float16)
+        True
+        >>> overflows(torch.tensor([1.0, float("inf")]), torch.float16)
+        False
+    """
+    if not (dtype.is_floating_point and tensor.is_floating_point()):
+        return False
+    if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
+        return False
+    # In double precision, since torch cannot ask of every dtype whether its numbers are finite.
+    return any(
+        bool((piece.double().isfinite() & ~piece.to(dtype).double().isfinite()).any())
+        for piece, _ in pieces_of(tensor, tensor)
+    )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether two tensors of one shape have the same elements in a dtype, bit for bit.
+
+    Example:
+        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]), torch.float32)
+        False
+    """
+    return all(torch.equal(_bits(x, dtype), _bits(y, dtype)) for x, y in pieces_of(a, b))
+
+
+def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View elements as bytes, of which even NaN equals itself and a zero not another."""
+    return tensor.to(dtype).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

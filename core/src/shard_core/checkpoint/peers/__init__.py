@@ -1,0 +1,1 @@
+"""Weights that other libraries have written, read straight into shards."""

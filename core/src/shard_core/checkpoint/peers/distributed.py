@@ -1,0 +1,129 @@
+"""Folders of ``torch.distributed.checkpoint``, whatever world has written them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Self
+
+from shard_core.checkpoint.peers.distributed_metadata import Chunk, read_metadata
+from shard_core.checkpoint.peers.nesting import choose
+from shard_core.checkpoint.peers.torch_file import described, load_safely
+from shard_core.checkpoint.peers.weights import Layout, Read, Weights
+from shard_core.errors import CheckpointCorrupted
+
+if TYPE_CHECKING:
+    import torch
+
+    from shard_core.checkpoint.box import Box
+
+_ZIP = b"PK\x03\x04"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedFolder(Weights):
+    """The tensors of one state dict in a folder of ``torch.distributed.checkpoint``.
+
+    A chunk is what one rank has saved of a tensor; one is read as a whole, and one at a time is held in memory.
+
+    Attributes:
+        chunks: The chunks of each tensor.
+    """
+
+    chunks: Mapping[str, tuple[Chunk, ...]]
+
+    @classmethod
+    def of(cls, path: Path, key: str | None) -> Self:
+        """Describe a folder.
+
+        Args:
+            path: The folder.
+            key: Which state dict in it; None if it holds only one.
+
+        Raises:
+            CheckpointCorrupted: If its metadata are not such as torch writes.
+            InvalidOption: If it must be said which state dict is meant.
+        """
+        metadata = read_metadata(path)
+        places = choose(metadata.entries, key, path)
+        found = {name: metadata.entries[place] for name, place in places.items()}
+        tensors = {name: entry for name, entry in found.items() if isinstance(entry, Layout)}
+        return cls(
+            path=path,
+            tensors=tensors,
+            others={name: entry for name, entry in found.items() if isinstance(entry, str)},
+            chunks={name: metadata.chunks[places[name]] for name in tensors},
+        )
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Read]:
+        """Open the files that are needed."""
+        with contextlib.ExitStack() as stack:
+
+            @functools.cache
+            def file(name: str) -> BinaryIO:
+                return stack.enter_context(_opened(self.path / name))
+
+            @functools.lru_cache(maxsize=1)  # a rank may need several boxes of one chunk, one after another
+            def load(name: str, chunk: Chunk) -> torch.Tensor:
+                return self.checked(name, _load(name, file(chunk.file), chunk), chunk.box.sizes)
+
+            def read(name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+                for chunk in self.chunks[name]:
+                    common = chunk.box.intersection(box)
+                    if common is not None:
+                        yield common, load(name, chunk)[common.slices(chunk.box.offsets)]
+
+            yield read
+
+
+def _opened(path: Path) -> BinaryIO:
+    if not path.is_file():
+        raise CheckpointCorrupted(f"{str(path)!r} is not there, or no regular file; the weights are incomplete.")
+    return path.open("rb")
+
+
+def _load(name: str, file: BinaryIO, chunk: Chunk) -> torch.Tensor:
+    owner = f"the part of {name!r} in {file.name!r}"
+    if chunk.begin + chunk.length > os.fstat(file.fileno()).st_size:
+        raise CheckpointCorrupted(f"{owner} ends behind the end of the file, which was cut short or replaced.")
+    part = _Part(file, chunk.begin, chunk.length)
+    if part.read(len(_ZIP)) != _ZIP:
+        raise CheckpointCorrupted(f"{owner} was not written by torch.save, the only way of saving that can be read.")
+    part.seek(0)
+    tensor: torch.Tensor = load_safely(part, owner)
+    found = described(tensor)
+    if isinstance(found, str):
+        raise CheckpointCorrupted(f"{owner} is {found}, not a tensor of numbers.")
+    return tensor
+
+
+class _Part(io.RawIOBase):
+    """A part of a file that looks like a file of its own."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        super().__init__()
+        self._file, self._begin, self._length = file, begin, length
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
+        return self._place
+
+    def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]  # all that is ever given
+        size = max(0, min(len(buffer), self._length - self._place))
+        self._file.seek(self._begin + self._place)
+        read = self._file.readinto(memoryview(buffer)[:size])  # type: ignore[attr-defined]
+        self._place += read
+        return int(read)

@@ -1,0 +1,109 @@
+"""Loading a peer's weights into a live module: all is compared first, and nothing is touched until all ranks agree."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shard_core.checkpoint.agreement import check_same_path, together
+from shard_core.checkpoint.comparison import listing
+from shard_core.checkpoint.folder import local_path
+from shard_core.checkpoint.peers.comparison import Findings, Names, WeightsComparison, fill
+from shard_core.checkpoint.peers.recognition import find_weights
+from shard_core.errors import CheckpointMismatch
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.peers.weights import Read, Weights
+    from shard_core.checkpoint.shard import TensorShard
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.coordinator import Coordinator
+
+_KIND = "model."
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    state: TrainingState,
+    *,
+    coordinator: Coordinator,
+    key: str | None = None,
+    names: Names | None = None,
+    cast: bool = False,
+    strict: bool = True,
+) -> tuple[str, ...]:
+    """Fill one module in place from a peer's files; each rank reads what it holds.
+
+    Args:
+        path: The files.
+        state: The module, and nothing else.
+        coordinator: How ranks talk.
+        key: Which state dict in the files; None if there is only one.
+        names: How the files' names become the module's; None if they are the same.
+        cast: Whether floating-point tensors may change their dtype.
+        strict: Whether a difference is an error rather than something to leave as it is.
+
+    Returns:
+        What did not fit and was left as it was, a sentence each; empty if ``strict``.
+
+    Raises:
+        CheckpointNotFound: If there are no weights at the path.
+        CheckpointMismatch: Listing every difference; nothing was changed.
+        CheckpointCorrupted: If the files are damaged, or hold what would have to be executed; nothing was changed.
+    """
+    doing = f"loading {os.fspath(path)!r}"
+
+    def look() -> tuple[str, Weights | None]:
+        # Rank 0 alone looks: on shared file systems ranks may see different things.
+        return os.fspath(path), find_weights(local_path(path), key) if coordinator.rank == 0 else None
+
+    answers = together(coordinator, doing, look)
+    check_same_path([given for given, _ in answers])
+    weights = answers[0][1]
+    assert weights is not None  # rank 0 has found some
+    with contextlib.ExitStack() as stack:
+        load = _Load(weights, state, names=names, cast=cast)
+        findings = Findings.joint(together(coordinator, doing, lambda: load.compare(stack)))
+        if findings.differences and strict:
+            raise CheckpointMismatch(_sentence(Path(path), findings.differences))
+        together(coordinator, doing, lambda: load.fill(findings))
+    return findings.differences
+
+
+class _Load:
+    """One rank's part, in the order of its methods."""
+
+    def __init__(self, weights: Weights, state: TrainingState, *, names: Names | None, cast: bool) -> None:
+        self._weights = weights
+        self._state = state
+        self._names = names
+        self._cast = cast
+
+    def compare(self, stack: contextlib.ExitStack) -> Findings:
+        """Open the files, and find out what fits."""
+        self._state.prepare_load([])
+        self._shards: dict[str, list[TensorShard]] = {}
+        for shard in self._state.shards():
+            self._shards.setdefault(shard.key.removeprefix(_KIND), []).append(shard)
+        aliases = {alias.removeprefix(_KIND): name.removeprefix(_KIND) for alias, name in self._state.aliases().items()}
+        self._read: Read = stack.enter_context(self._weights.opened())
+        comparison = WeightsComparison(self._weights, self._shards, aliases, names=self._names, cast=self._cast)
+        self._sources = comparison.sources
+        return comparison.findings(self._read)
+
+    def fill(self, findings: Findings) -> None:
+        """Bring what fits into the state."""
+        for name, shards in self._shards.items():
+            if name not in findings.unfit:
+                for shard in shards:
+                    fill(shard, self._sources[name][0], self._read)
+        self._state.finish_load([])
+
+
+def _sentence(path: Path, differences: Sequence[str]) -> str:
+    return (
+        f"{str(path)!r} and the module differ in {len(differences)} ways; nothing was changed (names= renames or drops "
+        f"tensors, strict=False loads what fits):\n{listing(differences)}"
+    )

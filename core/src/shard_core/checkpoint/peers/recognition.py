@@ -1,0 +1,123 @@
+"""What a path holds, by its content: which peer's files, or a checkpoint of Shard's own."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shard_core.checkpoint.folder import is_committed
+from shard_core.errors import CheckpointError, CheckpointNotFound, InvalidOption, nearest
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.peers.weights import Weights
+
+METADATA_NAME = ".metadata"
+INDEX_SUFFIX = ".safetensors.index.json"
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+_KINDS = (
+    "a folder of safetensors files, a folder of torch.distributed.checkpoint, a safetensors file, or a file of "
+    "torch.save"
+)
+
+
+def find_weights(path: Path, key: str | None) -> Weights:
+    """Find out what a path holds, and describe it.
+
+    Args:
+        path: A file or a folder.
+        key: Which state dict in it; None if it holds only one.
+
+    Raises:
+        CheckpointNotFound: If it holds no weights that can be read.
+        CheckpointError: If it is a checkpoint of Shard's own.
+        CheckpointCorrupted: If the files are damaged, or hold what would have to be executed.
+        InvalidOption: If it must be said which state dict, or which file, is meant.
+    """
+    from shard_core.checkpoint.peers.distributed import DistributedFolder
+    from shard_core.checkpoint.peers.safetensors_files import SafetensorsFiles
+    from shard_core.checkpoint.peers.torch_file import TorchFile
+
+    if is_committed(path):
+        raise CheckpointError(f"{str(path)!r} is a checkpoint of Shard's own; load_checkpoint() loads it.")
+    if _is_distributed(path):
+        return DistributedFolder.of(path, key)
+    if path.is_file() and _is_zip(path):
+        return TorchFile.of(path, key)
+    file = _safetensors(path)
+    if file is None:
+        raise CheckpointNotFound(f"{str(path)!r} {_absence(path)}")
+    if key is not None:
+        raise InvalidOption(
+            f"key={key!r} is for files that hold several state dicts; {str(file)!r} holds one, leave it out."
+        )
+    if file.name.endswith(INDEX_SUFFIX):
+        return SafetensorsFiles.of_index(path, file)
+    return SafetensorsFiles.of_one(path, file)
+
+
+def holds_weights(path: Path) -> bool:
+    """Tell whether a path holds a peer's files, as far as can be seen without reading them."""
+    if path.is_dir():
+        return _is_distributed(path) or any(path.glob(f"*{INDEX_SUFFIX}")) or (path / "model.safetensors").is_file()
+    return path.is_file() and (_is_zip(path) or _is_safetensors(path))
+
+
+def _is_distributed(path: Path) -> bool:
+    return (path / METADATA_NAME).is_file()
+
+
+def _is_zip(path: Path) -> bool:
+    return _beginning(path, 4) == b"PK\x03\x04"
+
+
+def _is_safetensors(path: Path) -> bool:
+    start = _beginning(path, 9)
+    return len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] <= path.stat().st_size
+
+
+def _beginning(path: Path, length: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(length)
+
+
+def _safetensors(path: Path) -> Path | None:
+    """Find the one safetensors file, or the index of several; None if there is neither."""
+    if path.is_file():
+        return path if path.name.endswith(INDEX_SUFFIX) or _is_safetensors(path) else None
+    if not path.is_dir():
+        return None
+    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    files = sorted(path.glob("*.safetensors"))
+    # Where both are there, libraries take the single file, and it is easily a left-over of another save.
+    whole = [
+        file
+        for file in files
+        if file.name.removesuffix(".safetensors") in {index.name.removesuffix(INDEX_SUFFIX) for index in indexes}
+    ]
+    found = indexes + whole if indexes else files
+    if len(found) > 1:
+        names = ", ".join(repr(each.name) for each in found[:8])
+        raise InvalidOption(
+            f"{str(path)!r} holds {names}{' and more' if len(found) > 8 else ''}, and it cannot be seen which of them "
+            f"is meant; give the path of one, or put a *{INDEX_SUFFIX} beside them."
+        )
+    return found[0] if found else None
+
+
+def _absence(path: Path) -> str:
+    if not path.exists():
+        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        return f"does not exist{nearest(path.name, beside) or '.'}"
+    if path.is_file():
+        if _beginning(path, 1) == b"\x80":
+            return (
+                "is a pickle, as torch.save wrote it before torch 1.6 or with _use_new_zipfile_serialization=False; "
+                "save it again with torch.save(torch.load(path, weights_only=True), path)."
+            )
+        return f"holds no weights that can be read; they may be in {_KINDS}."
+    files = sorted(each.name for each in path.iterdir() if each.suffix in TORCH_SUFFIXES)
+    if files:
+        return f"holds no safetensors files, but {files[0]!r}; give the path of a file to read that."
+    return f"holds no weights that can be read; they may be in {_KINDS}."

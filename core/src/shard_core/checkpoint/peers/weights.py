@@ -1,0 +1,83 @@
+"""What a peer's files hold: tensors by name, of which any box can be read."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shard_core.errors import CheckpointCorrupted
+
+if TYPE_CHECKING:
+    import torch
+
+    from shard_core.checkpoint.box import Box
+
+#: Gives, for a tensor's name and a box of it, parts of the box and views of what is stored of them.
+Read = Callable[[str, "Box"], "Iterator[tuple[Box, torch.Tensor]]"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a stored tensor is, without its elements.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its full shape.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights(abc.ABC):
+    """A peer's files: found and described by rank 0, sent to every rank, and read there where it is needed.
+
+    Attributes:
+        path: What the user gave.
+        tensors: The tensors by the names they have in the files.
+        others: What is no dense tensor, and what it is.
+    """
+
+    path: Path
+    tensors: Mapping[str, Layout]
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @abc.abstractmethod
+    def opened(self) -> contextlib.AbstractContextManager[Read]:
+        """Open the files on this rank; what is read is valid inside the context, and nobody may write to it."""
+
+    def checked(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Make sure that a tensor which was read is what was announced.
+
+        Args:
+            name: Its name in the files.
+            tensor: What was read of it.
+            shape: The shape that must have.
+
+        Raises:
+            CheckpointCorrupted: If it is not.
+        """
+        dtype = self.tensors[name].dtype
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            raise CheckpointCorrupted(
+                f"{name!r} in {str(self.path)!r} should be {dtype_name(dtype)} of shape {shape}, but "
+                f"{dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)} was read; the files are damaged, or not "
+                "the same on every rank."
+            )
+        return tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as people do.
+
+    Example:
+        >>> import torch
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
