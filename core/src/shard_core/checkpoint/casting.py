@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from shard_core.checkpoint.element_differences import pieces_of
@@ -13,18 +15,18 @@ def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     Example:
         >>> overflows(torch.tensor([1.0, 70000.0]), torch.float16)
         True
-        >>> overflows(torch.tensor([1.0, float("inf")]), torch.float16)
+        >>> overflows(torch.tensor([65519.0, float("inf")]), torch.float16)  # rounded to 65504; infinite all along
         False
     """
     if not (dtype.is_floating_point and tensor.is_floating_point()):
         return False
-    if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
+    info = torch.finfo(dtype)
+    if info.max >= torch.finfo(tensor.dtype).max:
         return False
-    # In double precision, since torch cannot ask of every dtype whether its numbers are finite.
-    return any(
-        bool((piece.double().isfinite() & ~piece.to(dtype).double().isfinite()).any())
-        for piece, _ in pieces_of(tensor, tensor)
-    )
+    # Half a step beyond the largest number nothing is rounded to it; what a cast does there depends on the dtype.
+    limit = info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
+    numbers = (piece.double().abs() for piece, _ in pieces_of(tensor, tensor))
+    return any(bool((piece.isfinite() & (piece >= limit)).any()) for piece in numbers)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:

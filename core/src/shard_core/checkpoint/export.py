@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from shard_core.checkpoint.box import Box
+from shard_core.checkpoint.casting import overflows
 from shard_core.checkpoint.commit import fsync_folder
 from shard_core.checkpoint.dtypes import torch_dtype
-from shard_core.checkpoint.element_differences import pieces_of
 from shard_core.checkpoint.export_layout import Configuration, divide, is_of_an_export, write_weights_index
 from shard_core.checkpoint.opened import OpenedCheckpoint
 from shard_core.checkpoint.tensor_file import Entry, TensorFileWriter
@@ -163,19 +163,11 @@ def _tensor(opened: OpenedCheckpoint, key: str, code: str) -> torch.Tensor:
     reads = opened.reader.plan(key, Box.whole(record.shape))
     opened.reader.verify(reads)
     for read in reads:
-        source, place = opened.reader.view(read), tensor[read.box.slices((0,) * tensor.dim())]
-        place.copy_(source)
-        if _has_less_range(tensor.dtype, source.dtype) and _overflows(source, place):
+        source = opened.reader.view(read)
+        tensor[read.box.slices((0,) * tensor.dim())].copy_(source)
+        if overflows(source, tensor.dtype):
             raise CheckpointError(f"{key!r} holds numbers too large for {code}; export it in another dtype.")
     return tensor
-
-
-def _has_less_range(dtype: torch.dtype, than: torch.dtype) -> bool:
-    return dtype.is_floating_point and torch.finfo(dtype).max < torch.finfo(than).max
-
-
-def _overflows(source: torch.Tensor, cast: torch.Tensor) -> bool:
-    return any(bool((a.isfinite() & ~b.isfinite()).any()) for a, b in pieces_of(source, cast))
 
 
 def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:

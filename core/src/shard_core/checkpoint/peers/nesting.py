@@ -35,13 +35,14 @@ def choose(entries: Mapping[Place, Layout | str], key: str | None, path: Path) -
     tensors = [place for place, entry in entries.items() if not isinstance(entry, str)]
     if key is None:
         if any(len(place) > 1 for place in tensors):
-            raise InvalidOption(f"{str(path)!r} holds more than one state dict; {_choices(tensors)}.")
+            raise InvalidOption(f"{str(path)!r} holds more than one state dict; {_choices(tensors)}")
         return _joined({place: place for place in entries}, path)
     inside = {place: rest for place in entries if (rest := _below(key, place)) is not None}
     if not inside:
         parts = _parts(tensors)
-        told = _choices(tensors) if parts else "all that it holds is one state dict, leave key out"
-        raise InvalidOption(f"{str(path)!r} holds nothing under key={key!r}{nearest(key, parts)}; {told}.")
+        told = f"To choose, {_choices(tensors)}" if parts else "All that it holds is one state dict, leave key out."
+        hint = nearest(key, parts) or "."
+        raise InvalidOption(f"{str(path)!r} holds nothing under key={key!r}{hint} {told}")
     return _joined(inside, path)
 
 
@@ -73,6 +74,7 @@ def _parts(tensors: Collection[Place]) -> dict[str, int]:
 
 
 def _choices(tensors: Collection[Place]) -> str:
-    parts = [f"{part!r} ({count} tensors)" for part, count in _parts(tensors).items()]
+    counts = _parts(tensors).items()
+    parts = [f"{part!r} ({count} {'tensor' if count == 1 else 'tensors'})" for part, count in counts]
     more = f" and {len(parts) - _LISTED} more" if len(parts) > _LISTED else ""
-    return f"say which with key=...: {', '.join(parts[:_LISTED])}{more}"
+    return f"say which with key=...: {', '.join(parts[:_LISTED])}{more}."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_ENTRIES = 1 << 22
 _DEEPEST = 64
+_NAMED = re.compile(r"GLOBAL (\S+)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,12 +86,15 @@ def load_safely(file: Any, owner: str, **options: Any) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, **options)
     except Exception as error:  # a crafted file may make it raise anything
-        # Torch goes on to explain how to execute what is in the file.
-        reason = next((line for line in reversed(str(error).splitlines()) if "GLOBAL" in line), "")
-        told = reason.partition("WeightsUnpickler error: ")[2] or reason or str(error).partition("\n")[0]
+        named = _NAMED.search(str(error))
+        if named:
+            raise CheckpointCorrupted(
+                f"{owner} names {named[1]}, which would have to be executed; only tensors and plain values are read."
+            ) from error
+        # Torch's own words go on to say how to execute what is in the file.
+        reason = "" if isinstance(error, pickle.UnpicklingError) else f": {error}".partition("\n")[0]
         raise CheckpointCorrupted(
-            f"{owner} holds more than tensors and plain values, or is damaged, and nothing that would have to be "
-            f"executed is read: {type(error).__name__}: {told}"
+            f"{owner} is damaged, or holds more than tensors and plain values ({type(error).__name__}{reason})."
         ) from error
 
 
