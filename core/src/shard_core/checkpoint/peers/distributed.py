@@ -69,9 +69,14 @@ class DistributedFolder(Weights):
             def file(name: str) -> BinaryIO:
                 return stack.enter_context(_opened(self.path / name))
 
-            @functools.lru_cache(maxsize=1)  # a rank may need several boxes of one chunk, one after another
+            # A rank may need several boxes of one chunk, one after another.
+            held: dict[Chunk, torch.Tensor] = {}
+
             def load(name: str, chunk: Chunk) -> torch.Tensor:
-                return self.checked(name, _load(name, file(chunk.file), chunk), chunk.box.sizes)
+                if chunk not in held:
+                    held.clear()
+                    held[chunk] = self.checked(name, _load(name, file(chunk.file), chunk), chunk.box.sizes)
+                return held[chunk]
 
             def read(name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
                 for chunk in self.chunks[name]:
