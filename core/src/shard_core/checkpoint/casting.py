@@ -9,6 +9,16 @@ import torch
 from shard_core.checkpoint.element_differences import pieces_of
 
 
+def has_less_range(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Tell whether a floating-point dtype lacks large numbers that another has.
+
+    Example:
+        >>> has_less_range(torch.float16, than=torch.bfloat16)
+        True
+    """
+    return dtype.is_floating_point and than.is_floating_point and torch.finfo(dtype).max < torch.finfo(than).max
+
+
 def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether finite numbers are too large for a dtype.
 
@@ -18,11 +28,9 @@ def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         >>> overflows(torch.tensor([65519.0, float("inf")]), torch.float16)  # rounded to 65504; infinite all along
         False
     """
-    if not (dtype.is_floating_point and tensor.is_floating_point()):
+    if not has_less_range(dtype, tensor.dtype):
         return False
     info = torch.finfo(dtype)
-    if info.max >= torch.finfo(tensor.dtype).max:
-        return False
     # Half a step beyond the largest number nothing is rounded to it; what a cast does there depends on the dtype.
     limit = info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
     numbers = (piece.double().abs() for piece, _ in pieces_of(tensor, tensor))

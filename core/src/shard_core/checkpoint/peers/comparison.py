@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shard_core.checkpoint.casting import overflows, same_bits
-from shard_core.checkpoint.peers.weights import Layout, Read, Weights, dtype_name
+from shard_core.checkpoint.casting import has_less_range, overflows, same_bits
+from shard_core.checkpoint.peers.weights import Layout, Reader, Weights, dtype_name
 from shard_core.errors import CheckpointError, InvalidOption, nearest
 
 if TYPE_CHECKING:
@@ -76,15 +76,21 @@ class WeightsComparison:
         self._assign(names)
         self._compare_layouts()
 
-    def findings(self, read: Read) -> Findings:
-        """Look also at the elements, where it depends on these whether a tensor can be filled.
+    def findings(self, reader: Reader) -> Findings:
+        """Make sure that what fits can be read; look at the elements where it depends on these whether it fits.
 
         Args:
-            read: Reads from the files.
+            reader: The files.
+
+        Raises:
+            CheckpointCorrupted: If they are not what was announced.
         """
         for name, sources in self.sources.items():
             if name not in self._unfit:
-                for difference in self._flaws(name, sources, read):
+                shards = [shard for shard in self._shards[name] if shard.view.numel()]
+                for shard in shards:
+                    reader.check(sources[0], shard.box)
+                for difference in self._flaws(name, sources, shards, reader):
                     self._refuse(name, difference)
         return Findings(differences=tuple(self._differences), unfit=frozenset(self._unfit))
 
@@ -129,14 +135,14 @@ class WeightsComparison:
         advice = "; cast=True converts it" if convertible else ""
         return f"dtype {dtype_name(here.dtype)} here, {dtype_name(there.dtype)} in the files{advice}"
 
-    def _flaws(self, live: str, sources: Sequence[str], read: Read) -> Iterator[str]:
-        shards = [shard for shard in self._shards[live] if shard.view.numel()]
+    def _flaws(self, live: str, sources: Sequence[str], shards: Sequence[TensorShard], reader: Reader) -> Iterator[str]:
         dtype = self._shards[live][0].view.dtype
         first, *others = sources
         for other in others:
-            if not all(_same(first, other, shard, read) for shard in shards):
+            if not all(_same(first, other, shard, reader) for shard in shards):
                 yield f"{first!r} and {other!r} are both {live!r} here, but differ in the files"
-        if any(overflows(part, dtype) for shard in shards for _, part in read(first, shard.box)):
+        less = has_less_range(dtype, self._weights.tensors[first].dtype)
+        if less and any(overflows(part, dtype) for shard in shards for _, part in reader.read(first, shard.box)):
             yield f"{live!r} has numbers in the files that are too large for {dtype_name(dtype)}"
 
     def _refuse(self, live: str, difference: str) -> None:
@@ -157,29 +163,29 @@ def _renamed(name: str, names: Names | None) -> str | None:
     return target
 
 
-def _same(first: str, other: str, shard: TensorShard, read: Read) -> bool:
+def _same(first: str, other: str, shard: TensorShard, reader: Reader) -> bool:
     """Tell whether two stored tensors would fill a shard alike."""
-    for outer, one in read(first, shard.box):
-        for inner, another in read(other, outer):
+    for outer, one in reader.read(first, shard.box):
+        for inner, another in reader.read(other, outer):
             if not same_bits(one[inner.slices(outer.offsets)], another, shard.view.dtype):
                 return False
     return True
 
 
 @torch.no_grad()
-def fill(shard: TensorShard, name: str, read: Read) -> None:
+def fill(shard: TensorShard, name: str, reader: Reader) -> None:
     """Copy what a shard needs of a stored tensor into its view.
 
     Args:
         shard: What to fill.
         name: The stored tensor.
-        read: Reads from the files.
+        reader: The files.
 
     Raises:
         CheckpointError: If it is less than the whole view.
     """
     filled = 0
-    for box, part in read(name, shard.box) if shard.view.numel() else ():
+    for box, part in reader.read(name, shard.box) if shard.view.numel() else ():
         shard.view[box.slices(shard.offsets)].copy_(part)
         filled += box.volume
     if filled != shard.view.numel():

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self
 
+import torch
+
 from shard_core.checkpoint.peers.distributed_metadata import Chunk, read_metadata
 from shard_core.checkpoint.peers.nesting import choose
 from shard_core.checkpoint.peers.torch_file import described, load_safely
-from shard_core.checkpoint.peers.weights import Layout, Read, Weights
+from shard_core.checkpoint.peers.weights import Layout, Reader, Weights
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
-    import torch
-
     from shard_core.checkpoint.box import Box
 
 _ZIP = b"PK\x03\x04"
@@ -61,30 +60,42 @@ class DistributedFolder(Weights):
         )
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Read]:
+    def opened(self) -> Iterator[Reader]:
         """Open the files that are needed."""
         with contextlib.ExitStack() as stack:
+            yield _DistributedReader(self, stack)
 
-            @functools.cache
-            def file(name: str) -> BinaryIO:
-                return stack.enter_context(_opened(self.path / name))
 
-            # A rank may need several boxes of one chunk, one after another.
-            held: dict[Chunk, torch.Tensor] = {}
+class _DistributedReader(Reader):
+    def __init__(self, weights: DistributedFolder, stack: contextlib.ExitStack) -> None:
+        self._weights = weights
+        self._stack = stack
+        self._files: dict[str, BinaryIO] = {}
+        # The chunk that was read last: a rank may need several boxes of one, one after another.
+        self._held: tuple[Chunk, torch.Tensor] | None = None
 
-            def load(name: str, chunk: Chunk) -> torch.Tensor:
-                if chunk not in held:
-                    held.clear()
-                    held[chunk] = self.checked(name, _load(name, file(chunk.file), chunk), chunk.box.sizes)
-                return held[chunk]
+    def read(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        for chunk, common in self._common(name, box):
+            if self._held is None or self._held[0] != chunk:
+                self._held = None  # before the next one takes memory
+                self._held = chunk, self._load(name, chunk)
+            yield common, self._held[1][common.slices(chunk.box.offsets)]
 
-            def read(name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-                for chunk in self.chunks[name]:
-                    common = chunk.box.intersection(box)
-                    if common is not None:
-                        yield common, load(name, chunk)[common.slices(chunk.box.offsets)]
+    def check(self, name: str, box: Box) -> None:
+        with torch.serialization.skip_data():
+            for chunk, _ in self._common(name, box):
+                self._load(name, chunk)
 
-            yield read
+    def _common(self, name: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        for chunk in self._weights.chunks[name]:
+            common = chunk.box.intersection(box)
+            if common is not None:
+                yield chunk, common
+
+    def _load(self, name: str, chunk: Chunk) -> torch.Tensor:
+        if chunk.file not in self._files:
+            self._files[chunk.file] = self._stack.enter_context(_opened(self._weights.path / chunk.file))
+        return self._weights.checked(name, _load(name, self._files[chunk.file], chunk), chunk.box.sizes)
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -16,7 +16,7 @@ from shard_core.checkpoint.peers.recognition import find_weights
 from shard_core.errors import CheckpointMismatch
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.peers.weights import Read, Weights
+    from shard_core.checkpoint.peers.weights import Reader, Weights
     from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.state import TrainingState
     from shard_core.coordinator import Coordinator
@@ -88,17 +88,17 @@ class _Load:
         for shard in self._state.shards():
             self._shards.setdefault(shard.key.removeprefix(_KIND), []).append(shard)
         aliases = {alias.removeprefix(_KIND): name.removeprefix(_KIND) for alias, name in self._state.aliases().items()}
-        self._read: Read = stack.enter_context(self._weights.opened())
+        self._reader: Reader = stack.enter_context(self._weights.opened())
         comparison = WeightsComparison(self._weights, self._shards, aliases, names=self._names, cast=self._cast)
         self._sources = comparison.sources
-        return comparison.findings(self._read)
+        return comparison.findings(self._reader)
 
     def fill(self, findings: Findings) -> None:
         """Bring what fits into the state."""
         for name, shards in self._shards.items():
             if name not in findings.unfit:
                 for shard in shards:
-                    fill(shard, self._sources[name][0], self._read)
+                    fill(shard, self._sources[name][0], self._reader)
         self._state.finish_load([])
 
 

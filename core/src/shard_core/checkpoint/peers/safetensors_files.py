@@ -13,7 +13,7 @@ import safetensors
 
 from shard_core.checkpoint.dtypes import ITEM_SIZES, torch_dtype
 from shard_core.checkpoint.fields import Fields
-from shard_core.checkpoint.peers.weights import Layout, Read, Weights
+from shard_core.checkpoint.peers.weights import Layout, Reader, Weights
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
@@ -78,19 +78,24 @@ class SafetensorsFiles(Weights):
         return cls(path=path, tensors=tensors, files=files)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Read]:
+    def opened(self) -> Iterator[Reader]:
         """Map the files that are needed."""
         with contextlib.ExitStack() as stack:
-            maps: dict[Path, Any] = {}
+            yield _SafetensorsReader(self, stack)
 
-            def read(name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-                file = self.files[name]
-                if file not in maps:
-                    maps[file] = stack.enter_context(_opened(file))
-                whole = self.checked(name, _tensor(maps[file], file, name), self.tensors[name].shape)
-                yield box, whole[box.slices((0,) * whole.dim())]
 
-            yield read
+class _SafetensorsReader(Reader):
+    def __init__(self, weights: SafetensorsFiles, stack: contextlib.ExitStack) -> None:
+        self._weights = weights
+        self._stack = stack
+        self._maps: dict[Path, Any] = {}
+
+    def read(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        file = self._weights.files[name]
+        if file not in self._maps:
+            self._maps[file] = self._stack.enter_context(_opened(file))
+        whole = self._weights.checked(name, _tensor(self._maps[file], file, name), self._weights.tensors[name].shape)
+        yield box, whole[box.slices((0,) * whole.dim())]
 
 
 def _opened(file: Path) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shard_core.checkpoint.peers.nesting import Place, choose
-from shard_core.checkpoint.peers.weights import Layout, Read, Weights
+from shard_core.checkpoint.peers.weights import Layout, Reader, Weights
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
@@ -57,19 +57,23 @@ class TorchFile(Weights):
         )
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Read]:
+    def opened(self) -> Iterator[Reader]:
         """Map the file."""
-        entries = _entries(self.path)
+        yield _TorchReader(self)
 
-        def read(name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-            value: Any = entries.get(self.places[name])
-            found = described(value)
-            if isinstance(found, str):
-                raise CheckpointCorrupted(f"{name!r} in {str(self.path)!r} is {found} as this rank sees it.")
-            whole = self.checked(name, value.detach(), self.tensors[name].shape)
-            yield box, whole[box.slices((0,) * whole.dim())]
 
-        yield read
+class _TorchReader(Reader):
+    def __init__(self, weights: TorchFile) -> None:
+        self._weights = weights
+        self._entries = _entries(weights.path)
+
+    def read(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        value: Any = self._entries.get(self._weights.places[name])
+        found = described(value)
+        if isinstance(found, str):
+            raise CheckpointCorrupted(f"{name!r} in {str(self._weights.path)!r} is {found} as this rank sees it.")
+        whole = self._weights.checked(name, value.detach(), self._weights.tensors[name].shape)
+        yield box, whole[box.slices((0,) * whole.dim())]
 
 
 def load_safely(file: Any, owner: str, **options: Any) -> Any:

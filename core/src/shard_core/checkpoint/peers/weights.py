@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,37 @@ if TYPE_CHECKING:
 
     from shard_core.checkpoint.box import Box
 
-#: Gives, for a tensor's name and a box of it, parts of the box and views of what is stored of them.
-Read = Callable[[str, "Box"], "Iterator[tuple[Box, torch.Tensor]]"]
+
+class Reader(abc.ABC):
+    """A peer's files, opened on one rank."""
+
+    @abc.abstractmethod
+    def read(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Read a box of a tensor.
+
+        Args:
+            name: The tensor's name in the files.
+            box: Any part of it that holds an element.
+
+        Yields:
+            Parts that tile the box, and views of what is stored of them, which nobody may write to.
+
+        Raises:
+            CheckpointCorrupted: If what is stored is not what was announced.
+        """
+
+    def check(self, name: str, box: Box) -> None:
+        """Make sure that a box can be read, without reading its elements.
+
+        Args:
+            name: The tensor's name in the files.
+            box: Any part of it that holds an element.
+
+        Raises:
+            CheckpointCorrupted: If what is stored is not what was announced.
+        """
+        for _ in self.read(name, box):
+            pass  # views of mapped files cost nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +77,8 @@ class Weights(abc.ABC):
     others: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @abc.abstractmethod
-    def opened(self) -> contextlib.AbstractContextManager[Read]:
-        """Open the files on this rank; what is read is valid inside the context, and nobody may write to it."""
+    def opened(self) -> contextlib.AbstractContextManager[Reader]:
+        """Open the files on this rank; what is read is valid inside the context."""
 
     def checked(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Make sure that a tensor which was read is what was announced.
