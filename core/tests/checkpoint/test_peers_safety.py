@@ -115,12 +115,14 @@ def test_metadata_name_nothing_of_torch_that_does_something(folder, bomb):
 
 def test_metadata_change_no_class(folder):
     """A pickle may set attributes of whatever it has named, classes among them."""
-    module = b"torch.distributed.checkpoint.metadata"
-    named = b"\x80\x04" + b"\x8c" + bytes([len(module)]) + module + b"\x8c\x08Metadata\x93"
-    state = pickle.dumps((None, {"__init__": "gone"}), protocol=4)[2:].replace(b"\x95", b"\x95", 1)[9:-1]
     before = Metadata.__init__
-    (folder / ".metadata").write_bytes(named + state + b"b.")
-    _refused(folder, "metadata' is damaged", key="model")
+    named = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    raw = named + pickle.dumps((None, {"__init__": "changed"}), protocol=2)[2:-1] + b"b."
+    pickle.loads(raw)
+    changed, Metadata.__init__ = Metadata.__init__, before
+    assert changed == "changed"
+    (folder / ".metadata").write_bytes(raw)
+    _refused(folder, r"metadata' is damaged: TypeError", key="model")
     assert Metadata.__init__ is before
 
 

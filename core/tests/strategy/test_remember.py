@@ -9,7 +9,7 @@ from torch import nn
 
 from shard_core import get_strategy
 from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
-from shard_core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, MissingCapability
+from shard_core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, MissingCapability, SetupError
 
 
 def ready(seed: int, **options: Any) -> Any:
@@ -95,6 +95,26 @@ def test_state_dicts_have_the_users_names() -> None:
     assert described["param_groups"][0]["params"] == ["weight", "bias"]
     assert described["state"]["bias"]["momentum_buffer"].shape == (2,)
     assert [name for name, _ in strategy.full_parameters(state["model"])] == ["weight", "bias"]
+
+
+def test_weights_of_others_fill_the_module_and_nothing_else(tmp_path: Path) -> None:
+    strategy, state = ready(0)
+    weight = state["model"].weight
+    momentum = state["optimizer"].state[weight]["momentum_buffer"].clone()
+    torch.save(
+        {"net": {"weight": torch.full((2, 3), 5.0), "bias": torch.ones(2), "gain": torch.ones(2)}}, tmp_path / "w"
+    )
+    with pytest.raises(CheckpointMismatch, match="'gain' is in the files, but not here"):
+        strategy.load_weights(tmp_path / "w", state["model"], key="net")
+    with pytest.warns(UserWarning, match="left as they were: 'gain' is in the files"):
+        left = strategy.load_weights(tmp_path / "w", state["model"], key="net", strict=False)
+    assert left == ("'gain' is in the files, but not here",)
+    assert strategy.load_weights(tmp_path / "w", state["model"], key="net", names={"gain": None}) == ()
+    assert state["model"].weight is weight
+    assert (weight == 5).all()
+    assert torch.equal(state["optimizer"].state[weight]["momentum_buffer"], momentum)
+    with pytest.raises(SetupError, match="was not set up by this strategy"):
+        strategy.load_weights(tmp_path / "w", nn.Linear(3, 2))
 
 
 def test_the_newest_of_a_run_is_found(tmp_path: Path) -> None:
