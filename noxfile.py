@@ -20,7 +20,7 @@ CONFORMANCE = Path("tests", "test_conformance.py")
 ON_EACH_TORCH = ("collectives", "precision", "strategies", "strategy")
 MINIMUM_PYTHON = (3, 11)
 TOOLS = (
-    *("pytest", "pytest-timeout", "hypothesis"),
+    *("pytest", "pytest-timeout", "hypothesis", "moto[server]", "s3fs"),
     *("ruff", "codespell", "mypy", "import-linter", "nox"),
     *("sphinx", "myst-parser", "furo"),
     *("build", "hatchling"),

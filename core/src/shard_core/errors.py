@@ -78,6 +78,10 @@ class CheckpointError(ShardError, RuntimeError):
     """A checkpoint cannot be written or read."""
 
 
+class StorageError(CheckpointError, OSError):
+    """A store did not do what it was asked, or cannot be reached."""
+
+
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """The path holds no committed checkpoint."""
 

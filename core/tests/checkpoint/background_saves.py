@@ -57,8 +57,8 @@ class Held(CheckpointIO):
     def load(self, path: Any, state: Any, **options: Any) -> LoadedCheckpoint:
         return ShardedCheckpointIO().load(path, state, **options)
 
-    def latest(self, folder: Any) -> Path | None:
-        return ShardedCheckpointIO().latest(folder)
+    def latest(self, folder: Any, **options: Any) -> Path | str | None:
+        return ShardedCheckpointIO().latest(folder, **options)
 
 
 def ready(strategy: Any, optimizer: str = "sgd") -> dict[str, Any]:

@@ -35,10 +35,10 @@ def save(path: Any, modules: Modules, optimizers: Optimizers = None, values: Any
     all_ranks(1, on_rank)
 
 
-def load(path: Any, modules: Modules, optimizers: Optimizers = None, strict: bool = True) -> LoadedCheckpoint:
+def load(path: Any, modules: Modules, optimizers: Optimizers = None, **options: Any) -> LoadedCheckpoint:
     """Load as a world of one."""
 
     def on_rank(coordinator: Any) -> LoadedCheckpoint:
-        return ShardedCheckpointIO().load(path, state_of(modules, optimizers), coordinator=coordinator, strict=strict)
+        return ShardedCheckpointIO().load(path, state_of(modules, optimizers), coordinator=coordinator, **options)
 
     return all_ranks(1, on_rank)[0]

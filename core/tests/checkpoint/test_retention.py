@@ -16,6 +16,7 @@ from shard_core.checkpoint.removal import remove_entry
 from shard_core.checkpoint.retention import Retention, decide, retain
 from shard_core.checkpoint.run_folder import Standing, run_entries, run_entry
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
+from shard_core.checkpoint.storage.local import LocalFolder
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.checkpoint.verify import verify
 from shard_core.errors import CheckpointError, InvalidOption
@@ -76,7 +77,7 @@ def test_what_counts_is_when_a_checkpoint_was_committed_and_the_one_just_written
     for step in (30, 20, 10):  # as after going back to an earlier step
         _save(tmp_path / f"step-{step}", step)
     assert _removed(tmp_path, keep_last=1) == ["step-30", "step-20"]
-    retain(tmp_path / "step-30", Retention(keep_last=1))  # as if this host's clock went wrong
+    retain(LocalFolder(tmp_path / "step-30"), Retention(keep_last=1))  # as if this host's clock went wrong
     assert _names(tmp_path) == ["step-10", "step-30"]
 
 
@@ -84,9 +85,9 @@ def test_what_has_no_step_stays_under_keep_every_and_that_is_said(tmp_path):
     for name in ("a", "b", "c"):
         _save(tmp_path / name)
     with pytest.warns(UserWarning, match="keep_every=10 keeps every checkpoint in .* that has no step; put 'step'"):
-        retain(tmp_path / "c", Retention(keep_last=1, keep_every=10))
+        retain(LocalFolder(tmp_path / "c"), Retention(keep_last=1, keep_every=10))
     assert _names(tmp_path) == ["a", "b", "c"]
-    retain(tmp_path / "c", Retention(keep_last=2))
+    retain(LocalFolder(tmp_path / "c"), Retention(keep_last=2))
     assert _names(tmp_path) == ["b", "c"]
 
 
@@ -97,7 +98,7 @@ def test_foreign_things_stay(tmp_path):
     (tmp_path / "elsewhere").symlink_to(tmp_path / "step-2", target_is_directory=True)
     before = _names(tmp_path / "step-1")
     with pytest.warns(UserWarning, match=r"stays: '.*step-1' holds 'notes.txt', which no save made"):
-        retain(tmp_path / "step-3", Retention(keep_last=1))
+        retain(LocalFolder(tmp_path / "step-3"), Retention(keep_last=1))
     assert _names(tmp_path) == ["elsewhere", "step-1", "step-3"]
     assert _names(tmp_path / "step-1") == before
 
@@ -148,6 +149,7 @@ import os, sys
 from pathlib import Path
 from shard_core.checkpoint.removal import remove_entry
 from shard_core.checkpoint.run_folder import run_entry
+from shard_core.checkpoint.storage.local import LocalFolder
 left = int(sys.argv[2])
 def die(event, arguments):
     global left
@@ -155,7 +157,7 @@ def die(event, arguments):
         if left == 0:
             os._exit(9)
         left -= 1
-entry = run_entry(Path(sys.argv[1]))
+entry = run_entry(LocalFolder(Path(sys.argv[1])))
 sys.addaudithook(die)
 remove_entry(entry)
 """
@@ -174,7 +176,7 @@ def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole_and_all_that_i
             break
         assert done.returncode == 9
         assert (latest(path.parent) == path) == (operation == 0)
-        entry = run_entry(path)
+        entry = run_entry(LocalFolder(path))
         if any(path.iterdir()):
             remove_entry(entry)
             assert not path.exists()
@@ -183,7 +185,7 @@ def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole_and_all_that_i
 
 def test_what_changed_since_it_was_decided_stays(tmp_path):
     _save(tmp_path / "step-1", 1)
-    entry = run_entry(tmp_path / "step-1")
+    entry = run_entry(LocalFolder(tmp_path / "step-1"))
     _save(tmp_path / "step-1", 1)
     with pytest.raises(CheckpointError, match="has changed since it was looked at; it stays"):
         remove_entry(entry)

@@ -24,7 +24,7 @@ class Tied(nn.Module):
         return self.second(self.first(inputs))
 
 
-def write(run: Path, *steps: int, **values: Any) -> None:
+def write(run: Path | str, *steps: int, **values: Any) -> None:
     """Train, and save at some steps into ``run/step-N``."""
     with get_strategy("single", accelerator="cpu") as strategy:
         module: Any = Tied()
@@ -37,4 +37,4 @@ def write(run: Path, *steps: int, **values: Any) -> None:
             optimizer.zero_grad()
             if step in steps:
                 state = {"net": module, "adam": optimizer, "step": step, **values}
-                strategy.save_checkpoint(run / f"step-{step}", state)
+                strategy.save_checkpoint(f"{run}/step-{step}", state)

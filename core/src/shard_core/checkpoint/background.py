@@ -68,12 +68,17 @@ class AsyncCheckpointIO(CheckpointIO):
         state: TrainingState | None,
         *,
         coordinator: Coordinator,
+        storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
         values: Collection[str] = (),
     ) -> LoadedCheckpoint:
         """Fill a state in place; see ``CheckpointIO.load``."""
-        return self._inner.load(path, state, coordinator=coordinator, strict=strict, values=values)
+        return self._inner.load(
+            path, state, coordinator=coordinator, storage_options=storage_options, strict=strict, values=values
+        )
 
-    def latest(self, folder: str | os.PathLike[str]) -> Path | None:
+    def latest(
+        self, folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    ) -> Path | str | None:
         """Find the newest committed checkpoint; see ``CheckpointIO.latest``."""
-        return self._inner.latest(folder)
+        return self._inner.latest(folder, storage_options=storage_options)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import together
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.own_thread import run_aside
 from shard_core.checkpoint.snapshot import Snapshot
+from shard_core.checkpoint.storage.opening import named
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.state import TrainingState
@@ -45,7 +45,7 @@ def save_behind_training(
         MissingCapability: If the ranks can talk in no other thread.
     """
     doing = f"saving {os.fspath(path)!r}"
-    handle = SaveHandle(path=Path(path), staged=Future(), committed=Future())
+    handle = SaveHandle(path=named(path), staged=Future(), committed=Future())
     taken: list[Snapshot] = []
     together(coordinator, doing, lambda: taken.append(Snapshot(state, values, rank=coordinator.rank)))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.opened import OpenedCheckpoint
 from shard_core.checkpoint.own_keys import RANDOM_TENSORS
+from shard_core.checkpoint.storage.opening import is_url
 from shard_core.checkpoint.value_differences import optimizer_differences, value_differences
 from shard_core.errors import CheckpointCorrupted, InvalidOption
 
@@ -64,6 +65,7 @@ def compare(
     second: str | os.PathLike[str],
     *,
     tolerance: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Compare what two checkpoints hold: tensors, tied names, optimizers and values, not how or by whom it was written.
@@ -71,11 +73,12 @@ def compare(
     Where the random number generators of the ranks stood is no part of it.
 
     Args:
-        first: A checkpoint.
+        first: A checkpoint, a path or a URL.
         second: Another.
         tolerance: Two numbers are the same if they differ by no more than this, relative to the larger one;
             two tensors, if no elements differ by more than this, relative to the largest magnitude in either.
             None asks for the same bits.
+        storage_options: For the stores that URLs among the two name.
         progress: Called with the bytes of the first that were compared so far and in all.
 
     Raises:
@@ -85,7 +88,10 @@ def compare(
     """
     if tolerance is not None and not tolerance >= 0:
         raise InvalidOption(f"tolerance is {tolerance!r}; it must be a number from 0 up.")
-    one, other = OpenedCheckpoint(first), OpenedCheckpoint(second)
+    neither = not (is_url(first) or is_url(second))
+    one, other = (
+        OpenedCheckpoint(each, storage_options if neither or is_url(each) else None) for each in (first, second)
+    )
     pairs, differences = _pairs(one, other)
     total = sum(one.index.record(key).bytes for _, key, _ in pairs)
     done = 0
@@ -102,8 +108,8 @@ def compare(
         raise CheckpointCorrupted("a manifest holds values nested too deeply.") from error
     differences += [Difference(kind=kind, name=name, problem=problem) for kind, name, problem in found]
     return Comparison(
-        first=str(one.path),
-        second=str(other.path),
+        first=str(one.folder),
+        second=str(other.folder),
         tolerance=tolerance,
         tensors=len(pairs),
         bytes=total,

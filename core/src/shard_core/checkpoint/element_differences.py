@@ -53,6 +53,7 @@ def element_differences(
     """
     shape = first.index.record(first_key).shape
     for side, key in ((first, first_key), (second, second_key)):
+        side.reader.release()
         side.reader.verify(side.reader.plan(key, Box.whole(shape)))
     # Most tensors are the same, and that is seen without computing anything.
     if all(_same(a, b) for a, b in _common_boxes(first, first_key, second, second_key)):

@@ -9,17 +9,22 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.casting import overflows
-from shard_core.checkpoint.commit import fsync_folder
 from shard_core.checkpoint.dtypes import torch_dtype
 from shard_core.checkpoint.export_layout import Configuration, divide, is_of_an_export, write_weights_index
 from shard_core.checkpoint.opened import OpenedCheckpoint
+from shard_core.checkpoint.storage.local import LocalFolder, fsync_folder
+from shard_core.checkpoint.storage.opening import is_url
 from shard_core.checkpoint.tensor_file import Entry, TensorFileWriter
 from shard_core.errors import CheckpointError, InvalidOption, nearest
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.storage.interface import Folder
 
 #: What weights can be brought to, by the names people type.
 DTYPES = {
@@ -58,6 +63,7 @@ def export(
     module: str | None = None,
     prefix: str = "",
     overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Write the weights of one module into a new folder, in the layout that ``from_pretrained`` loads.
@@ -66,8 +72,8 @@ def export(
     folder appears under its name when it is complete. Memory is that of the largest tensor.
 
     Args:
-        path: The checkpoint.
-        out: The folder to make.
+        path: The checkpoint, a path or a URL.
+        out: The folder to make, on a disk.
         dtype: What floating-point tensors are brought to: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None leaves them.
         max_shard_size: How many bytes of tensors a file may hold; a larger tensor has a file of its own.
         config: A model's configuration to put beside: a JSON file, or a folder that holds a ``config.json`` and
@@ -76,6 +82,7 @@ def export(
         prefix: Only tensors whose names begin with this, which is taken off: ``"model."`` where the model was an
             attribute of another module.
         overwrite: Whether an export that stands there is replaced.
+        storage_options: For the store that the checkpoint's URL names.
         progress: Called with the bytes written so far and in all.
 
     Raises:
@@ -86,17 +93,19 @@ def export(
     """
     if max_shard_size < 1:
         raise InvalidOption(f"max_shard_size is {max_shard_size!r}; it must be a number of bytes from 1 up.")
+    if is_url(out):
+        raise InvalidOption(f"{os.fspath(out)!r} is a URL, and an export goes to a disk; give the path of a folder.")
     target = Path(os.path.abspath(out))
-    opened = OpenedCheckpoint(path)
+    opened = OpenedCheckpoint(path, storage_options)
     code = _code(dtype)
     keys, tied = _names(opened, module, prefix)
     configuration = Configuration.find(Path(config)) if config is not None else None
-    _check_target(target, opened.path, overwrite)
+    _check_target(target, opened.folder, overwrite)
     files = divide([_entry(opened, name, key, code) for name, key in keys.items()], max_shard_size)
     total, done = sum(entry.bytes for file in files for entry in file.entries), 0
     with _folder(target) as folder:
         for file in files:
-            with TensorFileWriter(folder / file.name, file.entries) as writer:
+            with TensorFileWriter(folder, file.name, file.entries) as writer:
                 for entry in file.entries:
                     writer.write(_tensor(opened, keys[entry.name], entry.dtype))
                     done += entry.bytes
@@ -128,7 +137,7 @@ def _names(opened: OpenedCheckpoint, module: str | None, prefix: str) -> tuple[d
     held = ", ".join(map(repr, modules)) or "none"
     if module is None and len(modules) != 1:
         raise InvalidOption(
-            f"{str(opened.path)!r} holds the modules {held}; say which one with module=NAME (--module)."
+            f"{str(opened.folder)!r} holds the modules {held}; say which one with module=NAME (--module)."
         )
     if module is not None and module not in modules:
         raise InvalidOption(f"module {module!r} is not in the checkpoint{nearest(module, modules)}; it holds: {held}.")
@@ -144,7 +153,7 @@ def _names(opened: OpenedCheckpoint, module: str | None, prefix: str) -> tuple[d
         if not key.startswith(start) and key not in keys.values():
             keys[alias.removeprefix(start)] = key
     if not keys:
-        raise InvalidOption(f"{str(opened.path)!r} has no tensor of the module whose name begins with {prefix!r}.")
+        raise InvalidOption(f"{str(opened.folder)!r} has no tensor of the module whose name begins with {prefix!r}.")
     known = {key: name for name, key in keys.items()}
     tied = {alias.removeprefix(start): known[key] for alias, key in aliases.items()}
     return keys, {alias: name for alias, name in tied.items() if alias != name}
@@ -167,11 +176,12 @@ def _tensor(opened: OpenedCheckpoint, key: str, code: str) -> torch.Tensor:
         tensor[read.box.slices((0,) * tensor.dim())].copy_(source)
         if overflows(source, tensor.dtype):
             raise CheckpointError(f"{key!r} holds numbers too large for {code}; export it in another dtype.")
+    opened.reader.release()
     return tensor
 
 
-def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
-    if checkpoint.resolve() in (target.resolve(), *target.resolve().parents):
+def _check_target(target: Path, checkpoint: Folder, overwrite: bool) -> None:
+    if isinstance(checkpoint.path, Path) and checkpoint.path.resolve() in (target.resolve(), *target.resolve().parents):
         raise InvalidOption(f"{str(target)!r} is inside the checkpoint; give a folder elsewhere.")
     if not os.path.lexists(target):
         return
@@ -187,12 +197,12 @@ def _check_target(target: Path, checkpoint: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _folder(target: Path) -> Iterator[Path]:
+def _folder(target: Path) -> Iterator[LocalFolder]:
     """Give a folder to write into, which takes its place only when all went well."""
     unfinished = target.with_name(f"{target.name}.unfinished-{secrets.token_hex(6)}")
     try:
         unfinished.mkdir(parents=True)
-        yield unfinished
+        yield LocalFolder(unfinished)
         fsync_folder(unfinished)
         replaced = target.with_name(f"{target.name}.replaced-{secrets.token_hex(6)}")
         if target.exists():

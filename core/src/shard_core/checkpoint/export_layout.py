@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.commit import write_file
 from shard_core.checkpoint.dtypes import torch_dtype
 from shard_core.errors import InvalidOption
 
 if TYPE_CHECKING:
+    from shard_core.checkpoint.storage.interface import Folder
     from shard_core.checkpoint.tensor_file import Entry
 
 CONFIG_NAME = "config.json"
@@ -69,14 +69,14 @@ def divide(entries: Sequence[Entry], most_bytes: int) -> list[WeightsFile]:
     ]
 
 
-def write_weights_index(folder: Path, files: Sequence[WeightsFile]) -> None:
+def write_weights_index(folder: Folder, files: Sequence[WeightsFile]) -> None:
     """Write which file each tensor is in, where there are several files."""
     if len(files) > 1:
         content = {
             "metadata": {"total_size": sum(entry.bytes for file in files for entry in file.entries)},
             "weight_map": dict(sorted((entry.name, file.name) for file in files for entry in file.entries)),
         }
-        write_file(folder / INDEX_NAME, json.dumps(content, indent=2).encode() + b"\n", durable=True)
+        folder.write(INDEX_NAME, json.dumps(content, indent=2).encode() + b"\n", durable=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class Configuration:
         companions = [each for each in beside if _COMPANIONS.fullmatch(each.name) and each.is_file()]
         return cls(content=content, companions=tuple(companions))
 
-    def write(self, folder: Path, dtype: str | None) -> None:
+    def write(self, folder: Folder, dtype: str | None) -> None:
         """Write it, and the files that go with it, into a folder.
 
         Args:
@@ -126,9 +126,9 @@ class Configuration:
             # Which of the two names is read depends on the release of transformers.
             for key in [key for key in ("dtype", "torch_dtype") if key in content] or ["torch_dtype"]:
                 content[key] = str(torch_dtype(dtype)).removeprefix("torch.")
-        write_file(folder / CONFIG_NAME, json.dumps(content, indent=2).encode() + b"\n", durable=True)
+        folder.write(CONFIG_NAME, json.dumps(content, indent=2).encode() + b"\n", durable=True)
         for companion in self.companions:
-            write_file(folder / companion.name, companion.read_bytes(), durable=True)
+            folder.write(companion.name, companion.read_bytes(), durable=True)
 
 
 def is_of_an_export(name: str) -> bool:

@@ -2,75 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from shard_core.checkpoint.index import ChunkIndex
 from shard_core.checkpoint.manifest import MANIFEST_NAME, Manifest
-from shard_core.checkpoint.tensor_file import open_recorded, open_regular
-from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound, nearest
+from shard_core.checkpoint.storage.opening import open_folder
+from shard_core.errors import CheckpointCorrupted, CheckpointNotFound, nearest
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.storage.interface import Folder
 
 #: A file can be long and take no room on the disk; reading it takes memory.
 _MOST_MANIFEST_BYTES = 1 << 30
 _MOST_INDEX_BYTES = 1 << 34
 _LISTED = 5
+_LOOKED_AT = 100
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
+def latest(folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Path | str | None:
     """Find the newest committed checkpoint among a folder's subfolders.
 
     Saves that were never committed do not count; one whose manifest is damaged is passed over with a
     warning. Among ranks use ``Strategy.latest_checkpoint``: shared file systems disagree between ranks.
 
     Args:
-        folder: Where a run keeps its checkpoints.
+        folder: Where a run keeps its checkpoints, a path or a URL.
+        storage_options: For the store a URL names.
 
     Returns:
-        The checkpoint's path, or None if there is none.
+        The checkpoint's path, or its URL where it is in a store, or None if there is none.
     """
-    newest: tuple[int, Path] | None = None
-    for path in committed(Path(folder)):
+    newest: tuple[int, Folder] | None = None
+    for each in committed(open_folder(folder, storage_options)):
         try:
-            created = Manifest.from_bytes(read_manifest(path)).created
+            created = Manifest.from_bytes(read_manifest(each)).created
         except CheckpointCorrupted as error:
-            warnings.warn(f"passing over the checkpoint {str(path)!r}: {error}", stacklevel=2)
+            warnings.warn(f"passing over the checkpoint {str(each)!r}: {error}", stacklevel=2)
             continue
-        newest = max(newest or (0, path), (created, path))
-    return newest[1] if newest else None
+        newest = max(newest or (0, each), (created, each), key=lambda found: (found[0], str(found[1])))
+    return newest[1].path if newest else None
 
 
-def committed(folder: Path) -> list[Path]:
+def committed(folder: Folder) -> list[Folder]:
     """List a folder's subfolders that are committed checkpoints, by name."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if is_committed(path))
+    return [each for each in folder.folders() if is_committed(each)]
 
 
-def is_committed(path: Path) -> bool:
+def is_committed(folder: Folder) -> bool:
     """Tell whether a folder is a committed checkpoint."""
-    return os.path.lexists(path / MANIFEST_NAME)
+    return folder.holds(MANIFEST_NAME)
 
 
-def read_manifest(path: Path) -> bytes:
+def read_manifest(folder: Folder) -> bytes:
     """Read the manifest of a checkpoint.
 
     Raises:
         CheckpointNotFound: If there is none; names those that may have been meant.
         CheckpointCorrupted: If it is too long to be one, or no regular file.
     """
-    if not is_committed(path):
-        raise CheckpointNotFound(f"{str(path)!r} {_absence(path)}{_hint(path)}")
-    descriptor = open_regular(path / MANIFEST_NAME)
-    with open(descriptor, "rb") as file:
-        if os.fstat(descriptor).st_size > _MOST_MANIFEST_BYTES:
-            raise CheckpointCorrupted(f"the manifest of {str(path)!r} is longer than any manifest.")
-        return file.read(_MOST_MANIFEST_BYTES)
+    if not is_committed(folder):
+        raise CheckpointNotFound(f"{str(folder)!r} {_absence(folder)}{_hint(folder)}")
+    return folder.read(MANIFEST_NAME, _MOST_MANIFEST_BYTES)
 
 
-def read_index(folder: Path, manifest: Manifest) -> ChunkIndex:
+def read_index(folder: Folder, manifest: Manifest) -> ChunkIndex:
     """Read and check the index of a checkpoint.
 
     Raises:
@@ -78,9 +80,8 @@ def read_index(folder: Path, manifest: Manifest) -> ChunkIndex:
     """
     if manifest.index.bytes > _MOST_INDEX_BYTES:
         raise CheckpointCorrupted(f"the index of chunks, {manifest.index.path!r}, is longer than any index.")
-    descriptor = open_recorded(folder, manifest.index)
-    with open(descriptor, "rb") as file:
-        raw = file.read(manifest.index.bytes)
+    with folder.open(manifest.index) as file:
+        raw = file.read(0, manifest.index.bytes)
     if xxhash.xxh3_64_hexdigest(raw) != manifest.index.digest:
         raise CheckpointCorrupted(
             f"the index of chunks, {manifest.index.path!r}, is damaged: it does not match its digest."
@@ -90,36 +91,25 @@ def read_index(folder: Path, manifest: Manifest) -> ChunkIndex:
     return index
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Take a path for one on a local disk.
-
-    Raises:
-        CheckpointError: If it is a URL.
-    """
-    if "://" in os.fspath(path):
-        raise CheckpointError(
-            f"{os.fspath(path)!r} is a URL, and this version keeps checkpoints in folders only; give a path on a disk "
-            "that all ranks share."
-        )
-    return Path(path)
-
-
-def _absence(path: Path) -> str:
+def _absence(folder: Folder) -> str:
     from shard_core.checkpoint.peers.recognition import holds_weights
 
-    if not path.exists():
-        return "does not exist"
-    if holds_weights(path):
+    if isinstance(folder.path, Path) and holds_weights(folder.path):
         return "holds weights that another library has written; load_weights() loads them"
-    if not path.is_dir():
+    if folder.is_file():
         return "is a file; a checkpoint is a folder"
+    if not folder.is_folder():
+        return "does not exist"
     return f"is no committed checkpoint: it has no {MANIFEST_NAME}"
 
 
-def _hint(path: Path) -> str:
-    inside = committed(path)
+def _hint(folder: Folder) -> str:
+    inside = committed(folder)
     if inside:
         shown = ", ".join(repr(str(each)) for each in inside[-_LISTED:])
         count = f"the last {_LISTED} of {len(inside)}" if len(inside) > _LISTED else "these"
         return f"; it holds {count} checkpoints: {shown}."
-    return (nearest(path.name, [each.name for each in committed(path.parent)])) or "."
+    with contextlib.suppress(OSError):  # who may read a folder may not be allowed to list what is beside it
+        beside = [each.name for each in folder.parent.folders()[-_LOOKED_AT:] if is_committed(each)]
+        return nearest(folder.name, beside) or "."
+    return "."

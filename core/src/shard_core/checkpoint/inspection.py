@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.commit import KINDS
@@ -17,11 +16,13 @@ from shard_core.checkpoint.manifest import Manifest
 from shard_core.checkpoint.own_keys import RANDOM_KEY, RANDOM_TENSORS
 from shard_core.checkpoint.plain_values import plain
 from shard_core.checkpoint.run_folder import run_entry, step_of
-from shard_core.checkpoint.tensor_file import header_is_intact, open_recorded
+from shard_core.checkpoint.storage.opening import open_folder
+from shard_core.checkpoint.tensor_file import header_is_intact
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.index import TensorRecord
+    from shard_core.checkpoint.storage.interface import Folder
 
 #: What an inspection finds out of a checkpoint's integrity.
 CHECKED = (
@@ -121,18 +122,24 @@ class Inspection:
     tensors: tuple[TensorRecord, ...]
 
 
-def inspect(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> Inspection:
+def inspect(
+    path: str | os.PathLike[str],
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Inspection:
     """Look at a checkpoint without reading its tensors.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint, a path or a URL.
         progress: Called with the files looked at so far and in all.
+        storage_options: For the store a URL names.
 
     Raises:
         CheckpointNotFound: If the path is no committed checkpoint.
         CheckpointCorrupted: If its manifest is damaged, so that nothing it says can be believed.
     """
-    folder = Path(path)
+    folder = open_folder(path, storage_options)
     manifest = Manifest.from_bytes(read_manifest(folder))
     chunks, problems = _check(folder, manifest, progress)
     entry = run_entry(folder)
@@ -164,7 +171,7 @@ def inspect(path: str | os.PathLike[str], progress: Callable[[int, int], None] |
 
 
 def _check(
-    folder: Path, manifest: Manifest, progress: Callable[[int, int], None] | None
+    folder: Folder, manifest: Manifest, progress: Callable[[int, int], None] | None
 ) -> tuple[int | None, list[str]]:
     """Count the chunks, and list what is wrong."""
     problems: list[str] = []
@@ -175,12 +182,12 @@ def _check(
         problems.append(str(error))
     for number, record in enumerate(manifest.files, 1):
         try:
-            descriptor = open_recorded(folder, record)
+            file = folder.open(record)
         except CheckpointCorrupted as error:
             problems.append(str(error))
         else:
-            with open(descriptor, "rb", buffering=0) as file:
-                if not header_is_intact(file.fileno(), record):
+            with file:
+                if not header_is_intact(file, record):
                     problems.append(f"the header of {record.path!r} is not the one that was written.")
         if progress:
             progress(number, len(manifest.files))

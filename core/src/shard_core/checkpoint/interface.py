@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shard_core.checkpoint.storage.opening import named
 from shard_core.errors import MissingCapability
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ class SaveHandle:
     """A save under way, or done.
 
     Attributes:
-        path: Where the checkpoint is, once committed.
+        path: Where the checkpoint is, once committed: a path, or a URL.
         staged: Done when training may change the tensors again.
-        committed: Done when the checkpoint is on the disk and complete; raises what made it fail.
+        committed: Done when the checkpoint is complete and durable; raises what made it fail.
     """
 
-    path: Path
+    path: Path | str
     staged: Future[None]
     committed: Future[None]
 
@@ -42,9 +43,9 @@ class SaveHandle:
         """
         done: Future[None] = Future()
         done.set_result(None)
-        return cls(path=Path(path), staged=done, committed=done)
+        return cls(path=named(path), staged=done, committed=done)
 
-    def wait(self, timeout: float | None = None) -> Path:
+    def wait(self, timeout: float | None = None) -> Path | str:
         """Wait until the checkpoint is complete and say where it is.
 
         Args:
@@ -99,12 +100,12 @@ class CheckpointIO(abc.ABC):
         """Write a checkpoint.
 
         Args:
-            path: The folder to make or, if it is a checkpoint, to replace.
+            path: The folder to make or, if it is a checkpoint, to replace; a path or a URL.
             state: Modules and optimizers.
             values: The rest, by the user's names; rank 0's are kept.
             coordinator: How ranks talk.
             information: What people may want to know of this run; JSON values.
-            storage_options: For stores other than a local disk.
+            storage_options: For the store a URL names.
             filter: Tells by its key whether a tensor of a module or an optimizer is written.
             state_dict_type: ``"sharded"`` (the default) or ``"full"``.
             blocking: Whether to return only when the checkpoint is complete; None for what this part does by itself.
@@ -123,15 +124,17 @@ class CheckpointIO(abc.ABC):
         state: TrainingState | None,
         *,
         coordinator: Coordinator,
+        storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
         values: Collection[str] = (),
     ) -> LoadedCheckpoint:
         """Fill modules and optimizers in place, at any number of ranks, from any number of ranks.
 
         Args:
-            path: The checkpoint.
+            path: The checkpoint, a path or a URL.
             state: Modules and optimizers; None for the values alone.
             coordinator: How ranks talk.
+            storage_options: For the store a URL names.
             strict: Whether a difference is an error rather than something to leave as it is.
             values: The user's names of the values that are asked for; one that is lacking is a difference.
 
@@ -141,14 +144,20 @@ class CheckpointIO(abc.ABC):
             CheckpointCorrupted: If the files are not what was committed; nothing was changed.
         """
 
-    def latest(self, folder: str | os.PathLike[str]) -> Path | None:
+    def latest(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,  # noqa: ARG002 - for those who can tell
+    ) -> Path | str | None:
         """Find the newest committed checkpoint in a folder; called on rank 0 alone.
 
         Args:
             folder: Where a run keeps its checkpoints; one that does not exist yet holds none.
+            storage_options: For the store a URL names.
 
         Returns:
-            The checkpoint's path, or None if there is none.
+            The checkpoint's path or URL, or None if there is none.
 
         Raises:
             MissingCapability: If this storage cannot tell.

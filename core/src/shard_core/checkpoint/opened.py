@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.folder import read_index, read_manifest
 from shard_core.checkpoint.manifest import Manifest
+from shard_core.checkpoint.storage.opening import open_folder
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.reading import TensorReader
@@ -18,10 +19,11 @@ class OpenedCheckpoint:
     """The manifest and the index of a checkpoint, and a reader of its tensors; reads nothing of these by itself.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint, a path or a URL.
+        storage_options: For the store a URL names.
 
     Attributes:
-        path: The checkpoint.
+        folder: The checkpoint.
         manifest: What it says of itself.
         index: Where its tensors are.
 
@@ -30,17 +32,17 @@ class OpenedCheckpoint:
         CheckpointCorrupted: If the manifest or the index is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.manifest = Manifest.from_bytes(read_manifest(self.path))
-        self.index = read_index(self.path, self.manifest)
+    def __init__(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+        self.folder = open_folder(path, storage_options)
+        self.manifest = Manifest.from_bytes(read_manifest(self.folder))
+        self.index = read_index(self.folder, self.manifest)
 
     @functools.cached_property
     def reader(self) -> TensorReader:
         """The reader, made when it is first asked for: it needs torch."""
         from shard_core.checkpoint.reading import TensorReader
 
-        return TensorReader(self.path, self.index)
+        return TensorReader(self.folder, self.index)
 
     @functools.cached_property
     def ties(self) -> dict[str, tuple[str, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +11,14 @@ import xxhash
 
 from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.dtypes import ITEM_SIZES, torch_dtype
-from shard_core.checkpoint.tensor_file import BLOCK_BYTES, MappedFile
+from shard_core.checkpoint.storage.mapping import FileRange
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.index import Chunk, ChunkIndex
     from shard_core.checkpoint.shard import TensorShard
+    from shard_core.checkpoint.storage.interface import Folder
 
 _LISTED = 10
 
@@ -45,10 +46,9 @@ class TensorReader:
         index: Where its tensors are.
     """
 
-    def __init__(self, folder: Path, index: ChunkIndex) -> None:
-        self._folder = folder
+    def __init__(self, folder: Folder, index: ChunkIndex) -> None:
         self._index = index
-        self._files: dict[int, MappedFile] = {}
+        self._maps = folder.maps(index.files)
 
     def plan(self, key: str, box: Box) -> list[Read]:
         """Tell what must be read for a box of a tensor."""
@@ -62,24 +62,24 @@ class TensorReader:
         return reads
 
     def verify(self, reads: Iterable[Read]) -> None:
-        """Compare the bytes about to be read with their digests.
+        """Bring the bytes about to be read to where they can be looked at, and compare them with their digests.
 
         Raises:
             CheckpointCorrupted: Naming the tensors whose bytes are not those that were saved.
         """
-        done: set[tuple[int, int]] = set()
-        damaged: dict[str, str] = {}
+        needed: dict[FileRange, tuple[str, int]] = {}
         for read in reads:
+            end = read.chunk.begin + self._chunk_bytes(read)
             first, last = self._blocks(read)
             for block in range(first, last):
                 begin = read.chunk.begin + block * BLOCK_BYTES
-                if (read.chunk.file, begin) in done:
-                    continue
-                done.add((read.chunk.file, begin))
-                end = min(begin + BLOCK_BYTES, read.chunk.begin + self._chunk_bytes(read))
-                data = self._file(read.chunk.file).bytes(begin, end)
-                if xxhash.xxh3_64_intdigest(data) != read.chunk.digests[block]:
-                    damaged[read.key] = self._index.files[read.chunk.file].path
+                where = FileRange(read.chunk.file, begin, min(begin + BLOCK_BYTES, end))
+                needed[where] = read.key, read.chunk.digests[block]
+        self._maps.bring(needed)
+        damaged: dict[str, str] = {}
+        for (file, begin, end), (key, digest) in needed.items():
+            if xxhash.xxh3_64_intdigest(self._maps.file(file).bytes(begin, end)) != digest:
+                damaged[key] = self._index.files[file].path
         if damaged:
             raise CheckpointCorrupted(damage_sentence(list(damaged.items())))
 
@@ -112,10 +112,14 @@ class TensorReader:
             tensor[read.box.slices((0,) * tensor.dim())].copy_(self._source(read))
         return tensor
 
+    def release(self) -> None:
+        """Let go of what was read, before more is: nobody will look at a view of it any more."""
+        self._maps.release()
+
     def _source(self, read: Read) -> torch.Tensor:
         record = self._index.record(read.key)
         end = read.chunk.begin + self._chunk_bytes(read)
-        return self._file(read.chunk.file).tensor(
+        return self._maps.file(read.chunk.file).tensor(
             read.chunk.begin, end, torch_dtype(record.dtype), read.chunk.box.sizes
         )
 
@@ -130,11 +134,6 @@ class TensorReader:
             first, last = first * size + part.start, last * size + part.stop - 1
         item = ITEM_SIZES[self._index.record(read.key).dtype]
         return first * item // BLOCK_BYTES, ((last + 1) * item - 1) // BLOCK_BYTES + 1
-
-    def _file(self, number: int) -> MappedFile:
-        if number not in self._files:
-            self._files[number] = MappedFile(self._folder, self._index.files[number])
-        return self._files[number]
 
 
 def damage_sentence(damaged: Sequence[tuple[str, str]]) -> str:

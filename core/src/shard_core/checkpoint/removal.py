@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shard_core.checkpoint.commit import fsync_folder
 from shard_core.checkpoint.manifest import MANIFEST_NAME
 from shard_core.checkpoint.run_folder import is_telling, run_entry
 from shard_core.errors import CheckpointError
@@ -28,18 +23,19 @@ def remove_entry(entry: RunEntry) -> None:
     """
     _check_unchanged(entry)
     if entry.foreign:
-        raise CheckpointError(f"{str(entry.path)!r} also holds {entry.foreign[0]!r}, which no save made; it stays.")
+        raise CheckpointError(f"{str(entry.folder)!r} also holds {entry.foreign[0]!r}, which no save made; it stays.")
     # What tells that a save was here goes last, so that what a kill leaves is known for leftovers.
-    names = sorted({*entry.files, *entry.leftovers} - {MANIFEST_NAME}, key=lambda name: (is_telling(name), name))
+    names = sorted({*entry.files, *entry.leftovers} - {MANIFEST_NAME})
     try:
         if MANIFEST_NAME in entry.files:
-            (entry.path / MANIFEST_NAME).unlink(missing_ok=True)
+            entry.folder.remove([MANIFEST_NAME])
             # Else a loss of power could bring the manifest back, without the files it names.
-            fsync_folder(entry.path)
-        _unlink(entry.path, names)
-        entry.path.rmdir()
+            entry.folder.sync()
+        entry.folder.remove([name for name in names if not is_telling(name)])
+        entry.folder.remove([name for name in names if is_telling(name)])
+        entry.folder.remove_folder()
     except OSError as error:
-        raise CheckpointError(f"{str(entry.path)!r} cannot be removed: {error.strerror or error}.") from error
+        raise CheckpointError(f"{str(entry.folder)!r} cannot be removed: {error.strerror or error}.") from error
 
 
 def remove_leftovers(entry: RunEntry) -> None:
@@ -53,17 +49,11 @@ def remove_leftovers(entry: RunEntry) -> None:
     """
     _check_unchanged(entry)
     try:
-        _unlink(entry.path, entry.leftovers)
+        entry.folder.remove(list(entry.leftovers))
     except OSError as error:
-        raise CheckpointError(f"{str(entry.path)!r} cannot be cleaned: {error.strerror or error}.") from error
+        raise CheckpointError(f"{str(entry.folder)!r} cannot be cleaned: {error.strerror or error}.") from error
 
 
 def _check_unchanged(entry: RunEntry) -> None:
-    if run_entry(entry.path) != entry:
-        raise CheckpointError(f"{str(entry.path)!r} has changed since it was looked at; it stays as it is.")
-
-
-def _unlink(folder: Path, names: Iterable[str]) -> None:
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(folder / name)
+    if run_entry(entry.folder) != entry:
+        raise CheckpointError(f"{str(entry.folder)!r} has changed since it was looked at; it stays as it is.")

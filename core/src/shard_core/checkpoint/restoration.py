@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.optimizer_record import OptimizerRecord
     from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.storage.interface import Folder
 
 
 class Restoration:
@@ -42,7 +42,7 @@ class Restoration:
         values: Names of the values that must be there.
     """
 
-    def __init__(self, folder: Path, state: TrainingState | None, *, strict: bool, values: Collection[str]) -> None:
+    def __init__(self, folder: Folder, state: TrainingState | None, *, strict: bool, values: Collection[str]) -> None:
         self._folder = folder
         self._state = state
         self._strict = strict

@@ -6,11 +6,14 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.removal import remove_entry
-from shard_core.checkpoint.run_folder import RunEntry, Standing, run_entries
+from shard_core.checkpoint.run_folder import RunEntry, Standing, entries_of
 from shard_core.errors import CheckpointError, InvalidOption
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.storage.interface import Folder
 
 #: A save that has not written for this many seconds is taken for dead.
 SAFE_AGE = 24 * 3600.0
@@ -84,8 +87,8 @@ def decide(
     """
     now = time.time() if now is None else now
     newest = [entry for entry in entries if entry.standing is Standing.COMMITTED]
-    last = {entry.path for entry in newest[-retention.keep_last :]} if retention else set()
-    return [_decision(entry, retention, entry.path in last, now - entry.touched >= safe_age) for entry in entries]
+    last = {entry.folder for entry in newest[-retention.keep_last :]} if retention else set()
+    return [_decision(entry, retention, entry.folder in last, now - entry.touched >= safe_age) for entry in entries]
 
 
 def _decision(entry: RunEntry, retention: Retention | None, is_last: bool, is_old: bool) -> Decision:
@@ -110,7 +113,7 @@ def _decision(entry: RunEntry, retention: Retention | None, is_last: bool, is_ol
     return Decision(entry=entry, removes=removes, reason=reason)
 
 
-def retain(saved: Path, retention: Retention) -> None:
+def retain(saved: Folder, retention: Retention) -> None:
     """Remove what a rule does not keep beside a checkpoint that was just committed; called on one rank alone.
 
     Nothing that goes wrong here undoes the save: it becomes a warning. What saves that died left behind stays.
@@ -120,7 +123,7 @@ def retain(saved: Path, retention: Retention) -> None:
         retention: The rule, over all checkpoints in the folder that this one is in.
     """
     try:
-        entries = [entry for entry in run_entries(saved.parent) if entry.standing is Standing.COMMITTED]
+        entries = [entry for entry in entries_of(saved.parent) if entry.standing is Standing.COMMITTED]
         decisions = decide(entries, retention, safe_age=float("inf"))
     except (CheckpointError, OSError) as error:
         warnings.warn(f"no old checkpoint was removed: {error}", stacklevel=2)
@@ -133,8 +136,8 @@ def retain(saved: Path, retention: Retention) -> None:
         )
     for decision in decisions:
         if decision.hindered:
-            warnings.warn(f"an old checkpoint stays: {str(decision.entry.path)!r} {decision.reason}.", stacklevel=2)
-        if decision.removes != "all" or decision.entry.path.name == saved.name:
+            warnings.warn(f"an old checkpoint stays: {str(decision.entry.folder)!r} {decision.reason}.", stacklevel=2)
+        if decision.removes != "all" or decision.entry.folder.name == saved.name:
             continue
         try:
             remove_entry(decision.entry)

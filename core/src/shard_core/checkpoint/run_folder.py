@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.folder import read_manifest
 from shard_core.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, Manifest
+from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shard_core.checkpoint.storage.interface import Folder
 
 _MANIFEST = re.compile(rf"{re.escape(MANIFEST_NAME)}(?:-[0-9a-f]{{12}})?")
 _OF_RANK = re.compile(r"[a-z]+-(\d+)-of-(\d+)[-.].*")
@@ -34,7 +38,7 @@ class RunEntry:
     """One subfolder of a run's folder that a save made.
 
     Attributes:
-        path: The subfolder.
+        folder: The subfolder.
         standing: Whether it is a checkpoint.
         attempt: The save that wrote it, if it is committed.
         created: When it was committed, in nanoseconds since 1970, if it is.
@@ -42,10 +46,11 @@ class RunEntry:
         files: The files that belong to it, with their lengths.
         leftovers: Files of ours in it that no checkpoint names.
         foreign: Names of what else is in it.
-        touched: When a file in it was last written, in seconds since 1970.
+        touched: When a file in it was last written, in seconds since 1970; of a checkpoint with nothing left over,
+            when it was committed.
     """
 
-    path: Path
+    folder: Folder
     standing: Standing
     attempt: str | None
     created: int | None
@@ -56,61 +61,67 @@ class RunEntry:
     touched: float
 
     @property
+    def path(self) -> Path | str:
+        """What names the subfolder: a path, or a URL."""
+        return self.folder.path
+
+    @property
     def bytes(self) -> int:
         """How much room its files take."""
         return sum(self.files.values())
 
 
-def run_entries(folder: str | os.PathLike[str]) -> list[RunEntry]:
+def run_entries(folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[RunEntry]:
     """List what saves have made in the folder of a run, the oldest first.
 
     Args:
-        folder: Where a run keeps its checkpoints; other things in it are passed over.
+        folder: Where a run keeps its checkpoints, a path or a URL; other things in it are passed over.
+        storage_options: For the store a URL names.
 
     Raises:
         CheckpointNotFound: If there is no such folder.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
+    return entries_of(open_folder(folder, storage_options))
+
+
+def entries_of(folder: Folder) -> list[RunEntry]:
+    """List what saves have made in a folder that was opened; see ``run_entries``."""
+    if not folder.is_folder():
+        problem = "is a file" if folder.is_file() else "does not exist"
         raise CheckpointNotFound(f"{str(folder)!r} {problem}; give the folder that a run keeps its checkpoints in.")
-    found = [run_entry(path) for path in sorted(folder.iterdir())]
-    return sorted((entry for entry in found if entry), key=lambda entry: (_time_of(entry), entry.path.name))
+    found = [run_entry(each) for each in folder.folders()]
+    return sorted((entry for entry in found if entry), key=lambda entry: (_time_of(entry), entry.folder.name))
 
 
-def run_entry(path: Path) -> RunEntry | None:
+def run_entry(folder: Folder) -> RunEntry | None:
     """Describe one subfolder of a run's folder; None if no save made it as far as can be told, or it is gone.
 
     A link is nobody's save, wherever it leads.
     """
-    if path.is_symlink() or not path.is_dir():
+    if folder.is_link() or not folder.is_folder():
         return None
     ours: dict[str, int] = {}
     foreign: list[str] = []
-    touched = 0.0
-    with contextlib.suppress(FileNotFoundError), os.scandir(path) as names:
-        for each in names:
-            if not is_ours(each.name) or not each.is_file(follow_symlinks=False):
-                foreign.append(each.name)
-                continue
-            with contextlib.suppress(FileNotFoundError):  # a save that goes on renames and removes
-                status = each.stat(follow_symlinks=False)
-                ours[each.name] = status.st_size
-                touched = max(touched, status.st_mtime)
-    manifest, standing = _manifest(path, ours)
+    for each in folder.listing():
+        if each.bytes is None or not is_ours(each.name):
+            foreign.append(each.name)
+        else:
+            ours[each.name] = each.bytes
+    manifest, standing = _manifest(folder, ours)
     if manifest is None and not any(map(is_telling, ours)):
         return None
     kept = {MANIFEST_NAME, *(file.path for file in (*manifest.files, manifest.index))} if manifest else set(ours)
+    leftovers = {name: size for name, size in ours.items() if name not in kept}
     return RunEntry(
-        path=path,
+        folder=folder,
         standing=standing,
         attempt=manifest.attempt if manifest else None,
         created=manifest.created if manifest else None,
         step=step_of(manifest) if manifest else None,
         files={name: size for name, size in ours.items() if name in kept},
-        leftovers={name: size for name, size in ours.items() if name not in kept},
+        leftovers=leftovers,
         foreign=tuple(sorted(foreign)),
-        touched=touched,
+        touched=_touched(folder, ours, leftovers, manifest),
     )
 
 
@@ -143,15 +154,22 @@ def step_of(manifest: Manifest) -> int | None:
     return step if type(step) is int else None
 
 
-def _manifest(path: Path, names: Mapping[str, int]) -> tuple[Manifest | None, Standing]:
+def _manifest(folder: Folder, names: Mapping[str, int]) -> tuple[Manifest | None, Standing]:
     if MANIFEST_NAME not in names:
         return None, Standing.UNCOMMITTED
     try:
-        return Manifest.from_bytes(read_manifest(path)), Standing.COMMITTED
+        return Manifest.from_bytes(read_manifest(folder)), Standing.COMMITTED
     except CheckpointCorrupted:
         return None, Standing.DAMAGED
     except CheckpointNotFound as error:
-        raise CheckpointError(f"{str(path)!r} was changed while it was looked at; try again.") from error
+        raise CheckpointError(f"{str(folder)!r} was changed while it was looked at; try again.") from error
+
+
+def _touched(folder: Folder, ours: Mapping[str, int], leftovers: Mapping[str, int], manifest: Manifest | None) -> float:
+    if manifest is None:
+        return folder.touched(ours)
+    # The manifest is written after all that it names: there may be very many files, and a request for each.
+    return folder.touched([MANIFEST_NAME, *leftovers]) if leftovers else manifest.created / 1e9
 
 
 def _time_of(entry: RunEntry) -> float:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
 from shard_core.checkpoint.box import Box
-from shard_core.checkpoint.commit import KINDS, Attempt, write_file
+from shard_core.checkpoint.commit import KINDS, Attempt
 from shard_core.checkpoint.dtypes import ITEM_SIZES, dtype_code
 from shard_core.checkpoint.index import Chunk, ChunkIndex, TensorRecord
 from shard_core.checkpoint.merging import merge_parts
-from shard_core.checkpoint.part import decode_part, encode_part, index_of
+from shard_core.checkpoint.part import Part, decode_part, encode_part, index_of
 from shard_core.checkpoint.reading import TensorReader
 from shard_core.checkpoint.shard import TensorShard
-from shard_core.checkpoint.tensor_file import Entry, FileRecord, TensorFileWriter, open_regular
+from shard_core.checkpoint.tensor_file import Entry, FileRecord, TensorFileWriter
 from shard_core.checkpoint.values import encode
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
@@ -81,13 +81,13 @@ def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard]) -> No
         # Falling element sizes keep every tensor aligned; the sort is stable, so names stay in order.
         owned.sort(key=lambda shard: -shard.view.element_size())
         entries = [Entry(name=shard.label, dtype=tensors[shard.key].dtype, shape=shard.box.sizes) for shard in owned]
-        with TensorFileWriter(attempt.tensor_file(kind, rank), entries) as writer:
+        with TensorFileWriter(attempt.folder, attempt.tensor_file(kind, rank), entries) as writer:
             for shard, begin in zip(owned, writer.begins, strict=True):
                 chunk = Chunk(file=len(files), begin=begin, box=shard.box, digests=writer.write(shard.view))
                 chunks.setdefault(shard.key, []).append(chunk)
             files.append(writer.finish())
     index = index_of(tensors.values(), files, chunks)
-    write_file(attempt.part_file(rank), encode_part(attempt.identity, index), durable=False)
+    attempt.folder.write(attempt.part_file(rank), encode_part(attempt.identity, index), durable=False)
 
 
 def gather_parts(attempt: Attempt) -> ChunkIndex:
@@ -97,23 +97,25 @@ def gather_parts(attempt: Attempt) -> ChunkIndex:
         CheckpointError: If a part is not to be seen from here, the boxes do not tile every tensor, or
             a file has another length than its writer says.
     """
-    parts = []
+    index = merge_parts(_parts(attempt))
+    index.check()
+    for file, length in zip(index.files, attempt.folder.sizes([file.path for file in index.files]), strict=True):
+        if length != file.bytes:
+            raise CheckpointError(f"{file.path!r} has {length} bytes where its rank wrote {file.bytes}.")
+    return index
+
+
+def _parts(attempt: Attempt) -> Iterator[Part]:
+    raws = attempt.folder.read_each([attempt.part_file(rank) for rank in range(attempt.world_size)])
     for rank in range(attempt.world_size):
         try:
-            with open(open_regular(attempt.part_file(rank)), "rb") as part:
-                parts.append(decode_part(part.read(), attempt.identity))
+            part = decode_part(next(raws), attempt.identity)
         except CheckpointCorrupted as error:
             raise CheckpointError(
                 f"rank 0 does not see what rank {rank} wrote into {str(attempt.folder)!r}; the folder must be one that "
                 "the hosts of all ranks share."
             ) from error
-    index = merge_parts(parts)
-    index.check()
-    for file in index.files:
-        length = (attempt.folder / file.path).stat().st_size
-        if length != file.bytes:
-            raise CheckpointError(f"{file.path!r} has {length} bytes where its rank wrote {file.bytes}.")
-    return index
+        yield part
 
 
 def write_full(attempt: Attempt, index: ChunkIndex) -> ChunkIndex:
@@ -130,9 +132,10 @@ def write_full(attempt: Attempt, index: ChunkIndex) -> ChunkIndex:
     reader = TensorReader(attempt.folder, index)
     chunks: dict[str, list[Chunk]] = {}
     entries = [Entry(name=tensor.key, dtype=tensor.dtype, shape=tensor.shape) for tensor in tensors]
-    with TensorFileWriter(attempt.single_file("checkpoint"), entries) as writer:
+    with TensorFileWriter(attempt.folder, attempt.single_file("checkpoint"), entries) as writer:
         for tensor, begin in zip(tensors, writer.begins, strict=True):
             digests = writer.write(reader.full(tensor.key))
+            reader.release()
             chunks[tensor.key] = [Chunk(file=0, begin=begin, box=Box.whole(tensor.shape), digests=digests)]
         return index_of(tensors, [writer.finish()], chunks)
 

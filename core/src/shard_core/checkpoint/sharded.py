@@ -1,28 +1,30 @@
-"""Checkpoints that every rank writes its part of, in safetensors files on a disk all ranks share."""
+"""Checkpoints that every rank writes its part of, in safetensors files at a place all ranks share."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import check_same_path, together
 from shard_core.checkpoint.behind_training import save_behind_training
 from shard_core.checkpoint.commit import Attempt
 from shard_core.checkpoint.filtered_state import FilteredState
-from shard_core.checkpoint.folder import latest, local_path, read_manifest
+from shard_core.checkpoint.folder import latest, read_manifest
 from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
 from shard_core.checkpoint.manifest import Manifest
 from shard_core.checkpoint.restoration import Restoration
 from shard_core.checkpoint.retention import Retention, retain
 from shard_core.checkpoint.saving import gather_parts, value_shards, write_full, write_rank
 from shard_core.checkpoint.state import KeySpace
+from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.checkpoint.values import encode, encode_scalar
 from shard_core.errors import CheckpointError, InvalidOption, nearest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.state import TrainingState
     from shard_core.coordinator import Coordinator
@@ -62,11 +64,10 @@ class ShardedCheckpointIO(CheckpointIO):
         blocking: bool | None = None,
     ) -> SaveHandle:
         """Write a checkpoint, behind training only if ``blocking`` is False; see ``CheckpointIO.save``."""
-        _refuse_what_comes_later(storage_options)
         form = _form(state_dict_type)
 
         def write(state: TrainingState, values: Mapping[str, Any], coordinator: Coordinator) -> SaveHandle:
-            save = _Save(path, form, coordinator)
+            save = _Save(path, storage_options, form, coordinator)
             save.begin(state, values, information)
             save.write()
             return save.commit(self._retention)
@@ -82,6 +83,7 @@ class ShardedCheckpointIO(CheckpointIO):
         state: TrainingState | None,
         *,
         coordinator: Coordinator,
+        storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
         values: Collection[str] = (),
     ) -> LoadedCheckpoint:
@@ -90,46 +92,70 @@ class ShardedCheckpointIO(CheckpointIO):
 
         def look() -> tuple[str, bytes]:
             # Rank 0 alone looks: on shared file systems ranks may see different things.
-            return os.fspath(path), read_manifest(local_path(path)) if coordinator.rank == 0 else b""
+            folder = open_folder(path, storage_options)
+            return os.fspath(path), read_manifest(folder) if coordinator.rank == 0 else b""
 
         answers = together(coordinator, doing, look)
         check_same_path([given for given, _ in answers])
-        restoration = Restoration(local_path(path), state, strict=strict, values=values)
+        restoration = Restoration(open_folder(path, storage_options), state, strict=strict, values=values)
         together(coordinator, doing, lambda: restoration.prepare(answers[0][1]))
         together(coordinator, doing, restoration.fill)
         return restoration.loaded()
 
-    def latest(self, folder: str | os.PathLike[str]) -> Path | None:
+    def latest(
+        self, folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    ) -> Path | str | None:
         """Find the newest committed checkpoint; see ``CheckpointIO.latest``."""
-        return latest(local_path(folder))
+        return latest(folder, storage_options=storage_options)
 
 
 class _Save:
     """One save, in the order of its methods; every rank calls each."""
 
-    def __init__(self, path: str | os.PathLike[str], form: str, coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None,
+        form: str,
+        coordinator: Coordinator,
+    ) -> None:
         self._doing = f"saving {os.fspath(path)!r}"
         self._path = path
+        self._storage_options = storage_options
         self._form = form
         self._coordinator = coordinator
         self._shards: list[TensorShard] = []
         self._about: dict[str, Any] = {}
 
     def begin(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
-        """Find out what is to be written; then rank 0 makes the folder."""
+        """Find out what is to be written; then rank 0 makes the folder, and the others see that it is theirs too."""
+        coordinator = self._coordinator
 
         def describe() -> str:
             self._describe(state, values, information)
+            open_folder(self._path, self._storage_options)
             return os.fspath(self._path)
 
-        def make_folder() -> Attempt | None:
-            coordinator = self._coordinator
-            return Attempt.begin(local_path(self._path), coordinator.world_size) if coordinator.rank == 0 else None
+        def make_folder() -> tuple[str, bool]:
+            if coordinator.rank != 0:
+                return "", False
+            attempt = Attempt.begin(folder, coordinator.world_size)
+            return attempt.identity, attempt.replaces
 
-        check_same_path(together(self._coordinator, self._doing, describe))
-        attempt = together(self._coordinator, self._doing, make_folder)[0]
-        assert attempt is not None  # rank 0 has made one
-        self._attempt = attempt
+        def check_shared() -> None:
+            if coordinator.rank != 0:
+                self._attempt.check_shared()
+
+        check_same_path(together(coordinator, self._doing, describe))
+        folder = open_folder(self._path, self._storage_options)
+        identity, replaces = together(coordinator, self._doing, make_folder)[0]
+        self._attempt = Attempt(identity=identity, folder=folder, world_size=coordinator.world_size, replaces=replaces)
+        try:
+            together(coordinator, self._doing, check_shared)
+        except BaseException:
+            if coordinator.rank == 0:
+                self._attempt.discard([0])
+            raise
 
     def write(self) -> None:
         """Write this rank's files."""
@@ -151,7 +177,7 @@ class _Save:
                     retain(self._attempt.folder, retention)
 
         together(self._coordinator, self._doing, publish)
-        return SaveHandle.finished(self._attempt.folder)
+        return SaveHandle.finished(self._attempt.folder.path)
 
     def _describe(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
         encoded, tensors = value_shards(values, write=self._coordinator.rank == 0)
@@ -180,11 +206,11 @@ class _Save:
                 tensors=index.tensors,
                 **self._about,
             )
-            attempt.write_manifest(manifest.to_bytes())
+            step = attempt.write_manifest(manifest.to_bytes())
         except BaseException:
             attempt.discard(range(attempt.world_size))
             raise
-        attempt.publish({file.path for file in (*manifest.files, manifest.index)})
+        attempt.publish(step, {file.path for file in (*manifest.files, manifest.index)})
 
 
 def _form(state_dict_type: str | None) -> str:
@@ -194,10 +220,3 @@ def _form(state_dict_type: str | None) -> str:
             f"state_dict_type {state_dict_type!r} is none of: {', '.join(_FORMS)}{nearest(form, _FORMS) or '.'}"
         )
     return form
-
-
-def _refuse_what_comes_later(storage_options: object) -> None:
-    if storage_options:
-        raise InvalidOption(
-            "storage_options are for object stores; this version keeps checkpoints in folders, leave them out."
-        )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from shard_core.checkpoint.dtypes import ITEM_SIZES
 from shard_core.checkpoint.folder import read_index, read_manifest
 from shard_core.checkpoint.manifest import FILE_NAME, Manifest
-from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord, header_is_intact, open_recorded
+from shard_core.checkpoint.storage.opening import open_folder
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord, header_is_intact
 from shard_core.errors import CheckpointCorrupted, CheckpointNotFound
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.index import Chunk, TensorRecord
+    from shard_core.checkpoint.storage.interface import Folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,12 +58,18 @@ class Verdict:
         return not self.damage
 
 
-def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> Verdict:
+def verify(
+    path: str | os.PathLike[str],
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Verdict:
     """Read a checkpoint as a whole, a block at a time.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint, a path or a URL.
         progress: Called with the bytes read so far and in all.
+        storage_options: For the store a URL names.
 
     Returns:
         The verdict; it names every damaged tensor.
@@ -70,12 +77,12 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | 
     Raises:
         CheckpointNotFound: If the path is no checkpoint and no remains of one.
     """
-    folder = Path(path)
+    folder = open_folder(path, storage_options)
     try:
         manifest = Manifest.from_bytes(read_manifest(folder))
         index = read_index(folder, manifest)
     except CheckpointNotFound as error:
-        if not any(FILE_NAME.fullmatch(name) for name in _names(folder)):
+        if not any(FILE_NAME.fullmatch(name) for name in (each.name for each in folder.listing())):
             raise
         return _hopeless(folder, f"{error} A save into it was not completed, or its manifest is lost.")
     except CheckpointCorrupted as error:
@@ -97,34 +104,42 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | 
 
 
 def _verify_file(
-    folder: Path, record: FileRecord, chunks: Iterator[tuple[TensorRecord, Chunk]], damage: list[Damage]
+    folder: Folder, record: FileRecord, chunks: Iterator[tuple[TensorRecord, Chunk]], damage: list[Damage]
 ) -> Iterator[int]:
     """Add what is wrong with one file; yield how far it has been read."""
     try:
-        descriptor = open_recorded(folder, record)
+        file = folder.open(record)
     except CheckpointCorrupted as error:
         damage.append(Damage(problem=str(error), file=record.path))
         lost = "its bytes are lost"
         damage += [Damage(problem=lost, file=record.path, tensor=tensor.key) for tensor, _ in chunks]
         return
-    with open(descriptor, "rb", buffering=0) as file:
-        if not header_is_intact(file.fileno(), record):
+    with file:
+        if not header_is_intact(file, record):
             damage.append(Damage(problem="the header is not the one that was written", file=record.path))
-        for tensor, chunk in chunks:
-            last = chunk.begin + chunk.box.volume * ITEM_SIZES[tensor.dtype]
-            for place, digest in enumerate(chunk.digests):
-                begin = chunk.begin + place * BLOCK_BYTES
-                end = min(begin + BLOCK_BYTES, last)
-                if xxhash.xxh3_64_intdigest(os.pread(file.fileno(), end - begin, begin)) != digest:
-                    problem = "its bytes are not those that were written"
-                    damage.append(Damage(problem=problem, file=record.path, tensor=tensor.key))
-                yield end
+        blocks = [block for tensor, chunk in chunks for block in _blocks(tensor, chunk)]
+        ranges = ((block.begin, block.end) for block in blocks)
+        for block, data in zip(blocks, file.ranges(ranges), strict=True):
+            if xxhash.xxh3_64_intdigest(data) != block.digest:
+                problem = "its bytes are not those that were written"
+                damage.append(Damage(problem=problem, file=record.path, tensor=block.key))
+            yield block.end
 
 
-def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
+class _Block(NamedTuple):
+    key: str
+    begin: int
+    end: int
+    digest: int
 
 
-def _hopeless(folder: Path, problem: str) -> Verdict:
+def _blocks(tensor: TensorRecord, chunk: Chunk) -> Iterator[_Block]:
+    """Give the parts of a chunk that have digests of their own."""
+    end = chunk.begin + chunk.box.volume * ITEM_SIZES[tensor.dtype]
+    for begin, digest in zip(range(chunk.begin, end, BLOCK_BYTES), chunk.digests, strict=True):
+        yield _Block(tensor.key, begin, min(begin + BLOCK_BYTES, end), digest)
+
+
+def _hopeless(folder: Folder, problem: str) -> Verdict:
     """Judge a checkpoint of which not even the contents are known."""
     return Verdict(path=str(folder), tensors=0, bytes=0, damage=(Damage(problem=problem),))

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,8 @@ from shard_core.strategy.random_state import check_random_state, gather_random_s
 from shard_core.strategy.talking import Talking
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shard_core.checkpoint.interface import SaveHandle
     from shard_core.checkpoint.peers.comparison import Names
     from shard_core.checkpoint.state import TrainingState
@@ -49,10 +50,11 @@ class Remembering(Talking):
         it fails, whichever of these comes next raises that, on every rank, unless the handle has.
 
         Args:
-            path: A folder to be made; one that exists is replaced only when the new one is complete.
+            path: A folder to be made, or a URL such as ``s3://bucket/run/step-100``; a checkpoint that exists is
+                replaced only when the new one is complete.
             state: Modules, optimizers, anything with ``state_dict`` and ``load_state_dict``, and JSON
                 values, by keys of your choice.
-            storage_options: For the storage the path names.
+            storage_options: For the store a URL names, as fsspec takes them.
             filter: Tells by its key, such as ``model.head.weight``, whether a tensor is written.
             state_dict_type: ``"sharded"`` (the default, unless an option of the strategy says other) or ``"full"``.
             blocking: Whether to return only when the checkpoint is complete; None leaves it to ``checkpoint_io``,
@@ -86,15 +88,21 @@ class Remembering(Talking):
         return self._saves.watch(handle, self.collectives)
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], state: dict[str, Any] | None = None, *, strict: bool = True
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any] | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        strict: bool = True,
     ) -> dict[str, Any]:
         """Read a checkpoint that any strategy wrote at any world size; every rank calls this.
 
         Args:
-            path: The folder.
+            path: The folder, or its URL.
             state: What to restore: modules, optimizers and stateful objects are filled in place, plain
                 values are replaced in the dict. None restores nothing and returns all values. With an
                 optimizer among them the run goes on, and so do the random number generators.
+            storage_options: For the store a URL names.
             strict: Whether anything that differs or lacks is an error, before anything was touched.
 
         Returns:
@@ -112,7 +120,14 @@ class Remembering(Talking):
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
         # Checked with all else: a value found lacking after the tensors were filled would come too late.
         values = contents.names_of_values - {PRECISION_KEY}
-        loaded = self.checkpoint_io.load(path, asked, coordinator=self.collectives, strict=strict, values=values)
+        loaded = self.checkpoint_io.load(
+            path,
+            asked,
+            coordinator=self.collectives,
+            storage_options=storage_options,
+            strict=strict,
+            values=values,
+        )
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
         random = loaded.values.pop(RANDOM_KEY, None) if contents.optimizers else None
@@ -159,6 +174,7 @@ class Remembering(Talking):
             CheckpointCorrupted: If files are damaged, or hold what would have to be executed.
             MissingRank: If a rank does not come within ``guard_timeout``.
         """
+        self._saves.settle()
         self.barrier(f"load_weights of {path}")
         state = self.engine_state({"model": self._registry.of(module).module}, {})
         left = load_weights(path, state, coordinator=self.collectives, key=key, names=names, cast=cast, strict=strict)
@@ -166,16 +182,19 @@ class Remembering(Talking):
             warnings.warn(f"left as they were: {'; '.join(left)}.", stacklevel=2)
         return left
 
-    def latest_checkpoint(self, folder: str | os.PathLike[str]) -> Path | None:
+    def latest_checkpoint(
+        self, folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    ) -> Path | str | None:
         """Find the newest checkpoint of a run that was completed; every rank calls this.
 
         Rank 0 alone looks, since ranks may see different things on a shared disk, and tells the others.
 
         Args:
             folder: What the run's checkpoints are in; one that does not exist yet holds none.
+            storage_options: For the store a URL names.
 
         Returns:
-            The path to give to ``load_checkpoint``, the same on every rank; None if there is none.
+            The path, or the URL, to give to ``load_checkpoint``, the same on every rank; None if there is none.
 
         Raises:
             MissingRank: If a rank does not come within ``guard_timeout``.
@@ -183,8 +202,10 @@ class Remembering(Talking):
         self._saves.settle()
         self.barrier(f"latest_checkpoint of {folder}")
 
-        def look() -> Path | None:
-            return self.checkpoint_io.latest(folder) if self.is_global_zero else None
+        def look() -> Path | str | None:
+            if not self.is_global_zero:
+                return None
+            return self.checkpoint_io.latest(folder, storage_options=storage_options)
 
         return together(self.collectives, f"looking for checkpoints in {os.fspath(folder)!r}", look)[0]
 

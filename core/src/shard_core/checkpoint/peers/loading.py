@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.agreement import check_same_path, together
 from shard_core.checkpoint.comparison import listing
-from shard_core.checkpoint.folder import local_path
 from shard_core.checkpoint.peers.comparison import Findings, Names, WeightsComparison, fill
-from shard_core.checkpoint.peers.recognition import find_weights
+from shard_core.checkpoint.peers.recognition import find_weights, local_path
 from shard_core.errors import CheckpointMismatch
 
 if TYPE_CHECKING:

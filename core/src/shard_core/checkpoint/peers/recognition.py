@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.folder import is_committed
+from shard_core.checkpoint.storage.local import LocalFolder
+from shard_core.checkpoint.storage.opening import is_url
 from shard_core.errors import CheckpointError, CheckpointNotFound, InvalidOption, nearest
 
 if TYPE_CHECKING:
@@ -20,6 +23,19 @@ _KINDS = (
     "a folder of safetensors files, a folder of torch.distributed.checkpoint, a safetensors file, or a file of "
     "torch.save"
 )
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Take a path for one on a local disk.
+
+    Raises:
+        InvalidOption: If it is a URL.
+    """
+    if is_url(path):
+        raise InvalidOption(
+            f"{os.fspath(path)!r} is a URL, and weights of other libraries are read from disks only; download them."
+        )
+    return Path(path)
 
 
 def find_weights(path: Path, key: str | None) -> Weights:
@@ -39,7 +55,7 @@ def find_weights(path: Path, key: str | None) -> Weights:
     from shard_core.checkpoint.peers.safetensors_files import SafetensorsFiles
     from shard_core.checkpoint.peers.torch_file import TorchFile
 
-    if is_committed(path):
+    if is_committed(LocalFolder(path)):
         raise CheckpointError(f"{str(path)!r} is a checkpoint of Shard's own; load_checkpoint() loads it.")
     if _is_distributed(path):
         return DistributedFolder.of(path, key)

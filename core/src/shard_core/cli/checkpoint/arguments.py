@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -51,3 +52,42 @@ class Size(click.ParamType[int]):
             self.fail(f"{value!r} is no size; write it like 5GB or 500MiB.", param, ctx)
         number, unit, binary = found.groups()
         return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+class StorageOption(click.ParamType[tuple[str, Any]]):
+    """An option of a store: its name, ``=``, and JSON where that is no number, else text.
+
+    Example:
+        >>> StorageOption().convert('anon=true', None, None), StorageOption().convert('key=0123', None, None)
+        (('anon', True), ('key', '0123'))
+    """
+
+    name = "storage_option"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        """Read it."""
+        key, equals, text = str(value).partition("=")
+        if not key or not equals:
+            self.fail(f"{value!r} is no option of a store; write it like KEY=VALUE.", param, ctx)
+        try:
+            read = json.loads(text)
+        except ValueError:
+            return key, text
+        # The name of an account may be all digits.
+        return key, text if type(read) in (int, float) else read
+
+
+def _as_dict(_context: click.Context, _param: click.Parameter, said: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return dict(said)
+
+
+#: What every verb takes that may be given a URL.
+storage_options: Callable[[Any], Any] = click.option(
+    "--storage-option",
+    "storage_options",
+    type=StorageOption(),
+    multiple=True,
+    callback=_as_dict,
+    metavar="KEY=VALUE",
+    help="For the store a URL names, as fsspec takes it; may be given several times.",
+)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shard_core.cli.checkpoint.arguments import FOUND_WANTING, naming_a_checkpoint
+from shard_core.cli.checkpoint.arguments import FOUND_WANTING, naming_a_checkpoint, storage_options
 from shard_core.cli.checkpoint.figures import number, size
 from shard_core.cli.checkpoint.progress import progress
 
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     metavar="X",
     help="Relative difference of numbers that is allowed; without it they must be the same bits.",
 )
+@storage_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def command(context: click.Context, first: str, second: str, tolerance: float | None, as_json: bool) -> None:
+def command(context: click.Context, /, first: str, second: str, as_json: bool, **said: Any) -> None:
     """Name every tensor, optimizer group and value in which the checkpoints FIRST and SECOND differ.
 
     How they were written makes no difference: form, world size and strategy may be unlike. The exit status is 0 if they
@@ -37,7 +38,7 @@ def command(context: click.Context, first: str, second: str, tolerance: float | 
     from shard_core.checkpoint.differences import compare
 
     with naming_a_checkpoint(), progress("comparing", size) as tell:
-        comparison = compare(first, second, tolerance=tolerance, progress=tell)
+        comparison = compare(first, second, progress=tell, **said)
     if as_json:
         click.echo(json.dumps(_card(comparison), indent=2))
     else:

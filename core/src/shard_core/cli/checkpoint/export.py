@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shard_core.cli.checkpoint.arguments import Size, naming_a_checkpoint
+from shard_core.cli.checkpoint.arguments import Size, naming_a_checkpoint, storage_options
 from shard_core.cli.checkpoint.figures import number, size
 from shard_core.cli.checkpoint.progress import progress
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--module", metavar="NAME", help="Which module, where the checkpoint holds several.")
 @click.option("--prefix", default="", help="Only tensors whose names begin with this, which is taken off.")
 @click.option("--overwrite", is_flag=True, help="Replace an export that stands there.")
+@storage_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(path: str, out: str, as_json: bool, **said: Any) -> None:
     """Write the weights in the checkpoint at PATH into the new folder OUT, as from_pretrained loads them.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shard_core.cli.checkpoint.arguments import FOUND_WANTING, naming_a_checkpoint
+from shard_core.cli.checkpoint.arguments import FOUND_WANTING, naming_a_checkpoint, storage_options
 from shard_core.cli.checkpoint.figures import age, number, size
 from shard_core.cli.checkpoint.progress import progress
 from shard_core.errors import InvalidOption
@@ -28,22 +27,24 @@ _WIDEST = 60
 @click.command(name="inspect")
 @click.argument("path", type=click.Path())
 @click.option("--tensors", is_flag=True, help="List every tensor.")
+@storage_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def command(context: click.Context, path: str, tensors: bool, as_json: bool) -> None:
+def command(context: click.Context, path: str, tensors: bool, as_json: bool, storage_options: dict[str, Any]) -> None:
     """Show what the checkpoint at PATH holds, or which checkpoints the folder PATH holds.
 
     Its tensors are not read: of its integrity only what is cheap is checked, and it says what. The exit status is 0 if
     nothing is wrong as far as that goes, 1 if something is, 2 if PATH is no checkpoint and holds none.
     """
     from shard_core.checkpoint.folder import is_committed
-    from shard_core.checkpoint.run_folder import Standing, run_entries
+    from shard_core.checkpoint.run_folder import Standing, entries_of
+    from shard_core.checkpoint.storage.opening import open_folder
 
-    folder = Path(path)
     with naming_a_checkpoint():
-        entries = run_entries(folder) if folder.is_dir() and not is_committed(folder) else []
+        folder = open_folder(path, storage_options)
+        entries = entries_of(folder) if folder.is_folder() and not is_committed(folder) else []
         if not entries:
-            inspection = _inspect(path)
+            inspection = _inspect(path, storage_options)
     if entries:
         if tensors:
             raise InvalidOption(f"{path!r} holds several checkpoints; give --tensors the path of one.")
@@ -56,11 +57,11 @@ def command(context: click.Context, path: str, tensors: bool, as_json: bool) -> 
     context.exit(FOUND_WANTING if inspection.problems else 0)
 
 
-def _inspect(path: str) -> Inspection:
+def _inspect(path: str, storage_options: dict[str, Any]) -> Inspection:
     from shard_core.checkpoint.inspection import inspect
 
     with progress("inspecting", lambda count: number(int(count), "file")) as tell:
-        return inspect(path, tell)
+        return inspect(path, tell, storage_options=storage_options)
 
 
 def _print_entries_json(path: str, entries: Sequence[RunEntry]) -> None:
@@ -98,7 +99,7 @@ def _print_entries(path: str, entries: Sequence[RunEntry]) -> None:
         also = [number(len(each.leftovers), "file") + " of dead saves"] if each.leftovers else []
         also += [number(len(each.foreign), "foreign file")] if each.foreign else []
         table.add_row(
-            Text(each.path.name),
+            Text(each.folder.name),
             "" if each.step is None else str(each.step),
             age(time.time() - when),
             size(each.bytes),

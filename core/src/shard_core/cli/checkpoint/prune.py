@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shard_core.cli.checkpoint.arguments import FOUND_WANTING, Unusable, naming_a_checkpoint
+from shard_core.cli.checkpoint.arguments import FOUND_WANTING, Unusable, naming_a_checkpoint, storage_options
 from shard_core.cli.checkpoint.figures import age, number, size
 from shard_core.cli.checkpoint.progress import progress
 from shard_core.errors import CheckpointError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--leftovers", is_flag=True, help="Take every save that is not committed for dead, however young.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing, only show what would be removed.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@storage_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; goes with --yes or --dry-run.")
 @click.pass_context
 def command(context: click.Context, /, folder: str, keep_last: int | None, keep_every: int | None, **said: Any) -> None:
@@ -40,7 +41,11 @@ def command(context: click.Context, /, folder: str, keep_last: int | None, keep_
 
     rule = Retention(keep_last=keep_last or 1, keep_every=keep_every) if keep_last or keep_every else None
     with naming_a_checkpoint():
-        decisions = decide(run_entries(folder), rule, safe_age=0.0 if said["leftovers"] else SAFE_AGE)
+        decisions = decide(
+            run_entries(folder, storage_options=said["storage_options"]),
+            rule,
+            safe_age=0.0 if said["leftovers"] else SAFE_AGE,
+        )
     as_json, dry_run = said["as_json"], said["dry_run"]
     chosen = [decision for decision in decisions if decision.removes != "nothing"]
     if not as_json:
@@ -117,7 +122,7 @@ def _print(decisions: Sequence[Decision], chosen: Sequence[Decision]) -> None:
         step = "" if each.entry.step is None else str(each.entry.step)
         frees = size(each.bytes) if each.bytes else ""
         table.add_row(
-            Text(each.entry.path.name), step, age(time.time() - when), frees, words[each.removes], each.reason
+            Text(each.entry.folder.name), step, age(time.time() - when), frees, words[each.removes], each.reason
         )
     if decisions:
         Console(highlight=False, markup=False).print(table)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from shard_core.cli.checkpoint.arguments import FOUND_WANTING, naming_a_checkpoint
+from shard_core.cli.checkpoint.arguments import FOUND_WANTING, naming_a_checkpoint, storage_options
 from shard_core.cli.checkpoint.figures import size
 from shard_core.cli.checkpoint.progress import progress
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @click.command(name="verify")
 @click.argument("path", type=click.Path())
+@storage_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def command(context: click.Context, path: str, as_json: bool) -> None:
+def command(context: click.Context, path: str, as_json: bool, storage_options: dict[str, Any]) -> None:
     """Read the checkpoint at PATH as a whole and name every damaged tensor.
 
     The exit status is 0 if it is fine, 1 if anything is damaged, 2 if PATH is no checkpoint.
@@ -28,7 +29,7 @@ def command(context: click.Context, path: str, as_json: bool) -> None:
     from shard_core.checkpoint.verify import verify
 
     with naming_a_checkpoint(), progress("verifying", size) as tell:
-        verdict = verify(path, tell)
+        verdict = verify(path, tell, storage_options=storage_options)
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(verdict), "is_fine": verdict.is_fine}, indent=2))
     else:

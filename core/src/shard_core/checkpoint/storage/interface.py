@@ -1,0 +1,241 @@
+"""What a checkpoint asks of the place it is kept in: a folder of files with plain names."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from shard_core.errors import CheckpointCorrupted
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.storage.mapping import FileMaps
+    from shard_core.checkpoint.tensor_file import FileRecord
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One thing in a folder.
+
+    Attributes:
+        name: Its name.
+        bytes: Its length; None if it is no file.
+    """
+
+    name: str
+    bytes: int | None
+
+
+class NewFile(abc.ABC):
+    """A file that is being written, in one stream; leaving it unfinished throws it away as far as possible."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @abc.abstractmethod
+    def write(self, data: memoryview) -> None:
+        """Append all of some bytes."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Bring it to where it outlasts a loss of power."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of it, finished or not."""
+
+
+class StoredFile(abc.ABC):
+    """A committed file, opened for reading."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @abc.abstractmethod
+    def read(self, start: int, stop: int) -> bytes:
+        """Read a range of it; less where it ends before."""
+
+    def ranges(self, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Read several ranges, each when it is asked for or a little before."""
+        for start, stop in ranges:
+            yield self.read(start, stop)
+
+    def close(self) -> None:  # noqa: B027 - there may be nothing to let go of
+        """Let go of it."""
+
+
+class Folder(abc.ABC):
+    """A folder of a store; ``str`` of it is what its user calls it.
+
+    What a store refuses raises ``OSError``, or ``CheckpointCorrupted`` where a file is asked for that is not there
+    as it must be.
+
+    Attributes:
+        path: What names it: a path, or a URL.
+    """
+
+    path: Path | str
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The last part of its path."""
+
+    @property
+    @abc.abstractmethod
+    def parent(self) -> Folder:
+        """The folder it is in."""
+
+    # What is there.
+
+    @abc.abstractmethod
+    def is_folder(self) -> bool:
+        """Tell whether it exists."""
+
+    @abc.abstractmethod
+    def is_file(self) -> bool:
+        """Tell whether something that is no folder has its name."""
+
+    @abc.abstractmethod
+    def is_link(self) -> bool:
+        """Tell whether it is only another name of a folder elsewhere."""
+
+    @abc.abstractmethod
+    def holds(self, name: str) -> bool:
+        """Tell whether something of this name is in it, whatever it is."""
+
+    @abc.abstractmethod
+    def listing(self) -> list[Listed]:
+        """List what is in it; nothing if it does not exist."""
+
+    @abc.abstractmethod
+    def folders(self) -> list[Folder]:
+        """List what may be folders in it, by name; none if it does not exist."""
+
+    @abc.abstractmethod
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """Tell how long files are."""
+
+    @abc.abstractmethod
+    def touched(self, names: Iterable[str]) -> float:
+        """Tell when the last of some files was written, in seconds since 1970; 0 if none is left."""
+
+    # Reading.
+
+    @abc.abstractmethod
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """Read a file.
+
+        Args:
+            name: The file.
+            most: How many bytes it may have; None for any number.
+
+        Raises:
+            CheckpointCorrupted: If there is no such file, or it is longer.
+        """
+
+    def read_each(self, names: Iterable[str]) -> Iterator[bytes]:
+        """Read several files, each when it is asked for or a little before; raises what ``read`` raises."""
+        for name in names:
+            yield self.read(name)
+
+    @abc.abstractmethod
+    def open(self, record: FileRecord) -> StoredFile:
+        """Open a file that a manifest names.
+
+        Raises:
+            CheckpointCorrupted: If there is no such file, or it is not as long as it was when it was committed.
+        """
+
+    @abc.abstractmethod
+    def maps(self, records: Sequence[FileRecord]) -> FileMaps:
+        """Give memory maps of files that a manifest names; none is opened before it is needed."""
+
+    # Writing.
+
+    @abc.abstractmethod
+    def make(self) -> None:
+        """Make it and the folders it is in, where they do not exist."""
+
+    @abc.abstractmethod
+    def create(self, name: str, size: int) -> NewFile:
+        """Begin a new file; one of this name goes, and is never written into.
+
+        Args:
+            name: Its name.
+            size: How long it will be.
+        """
+
+    @abc.abstractmethod
+    def write(self, name: str, raw: bytes, *, durable: bool) -> None:
+        """Write a small file at once; one of this name goes.
+
+        Args:
+            name: Its name.
+            raw: Its content.
+            durable: Whether to wait until it outlasts a loss of power.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, name: str, raw: bytes, *, unfinished: str) -> Callable[[], None]:
+        """Prepare a file that will appear in one step, in place of one of this name.
+
+        Args:
+            name: Its name.
+            raw: Its content.
+            unfinished: What it may be called meanwhile.
+
+        Returns:
+            The step. If that fails, nobody can tell for certain whether it was done.
+        """
+
+    @abc.abstractmethod
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files; those that are not there are passed over.
+
+        Raises:
+            OSError: If one cannot be removed; others may be left then.
+        """
+
+    @abc.abstractmethod
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove files that are no checkpoint's; one that cannot be removed does no harm."""
+
+    @abc.abstractmethod
+    def remove_folder(self) -> None:
+        """Remove it, once it is empty.
+
+        Raises:
+            OSError: If it is not.
+        """
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Let the names that are in it, and those that no longer are, outlast a loss of power."""
+
+
+def check_read(folder: Folder, name: str, length: int, most: int) -> None:
+    """Refuse a file that is too long to be what it is taken for.
+
+    Args:
+        folder: Where it is.
+        name: Its name.
+        length: How many bytes it has.
+        most: How many it may have.
+
+    Raises:
+        CheckpointCorrupted: If it has more.
+    """
+    if length > most:
+        raise CheckpointCorrupted(f"{name!r} in {str(folder)!r} is longer than it can be; it has {length} bytes.")

@@ -1,0 +1,59 @@
+"""Sending a file to a store while it is being written."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from shard_core.checkpoint.storage.interface import NewFile
+from shard_core.checkpoint.storage.requests import asking
+from shard_core.errors import StorageError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_PART_BYTES = 1 << 25
+#: Stores take 10,000 parts at most.
+_MOST_PARTS = 9_000
+
+
+class Upload(NewFile):
+    """An object that is sent in parts, and appears when it is finished.
+
+    Args:
+        filesystem: The store.
+        key: What the store will call it.
+        url: What its user calls it, for messages.
+        size: How long it will be.
+    """
+
+    def __init__(self, filesystem: AbstractFileSystem, key: str, url: str, size: int) -> None:
+        self._url = url
+        self._finished = False
+        part = max(_PART_BYTES, -(-size // _MOST_PARTS) + _PART_BYTES & -_PART_BYTES)
+        with asking(url):
+            self._file = filesystem.open(key, "wb", block_size=part)
+
+    def write(self, data: memoryview) -> None:
+        """Append all of some bytes."""
+        with asking(self._url):
+            self._file.write(data)
+
+    def finish(self) -> None:
+        """Let the object appear."""
+        with asking(self._url):
+            self._file.close()
+        self._finished = True
+
+    def close(self) -> None:
+        """Let go of it; an unfinished one never appears."""
+        from fsspec.spec import AbstractBufferedFile
+
+        if self._finished:
+            return
+        # What made it fail is told by whoever raised it; a store throws parts that nobody asks for away some day.
+        with contextlib.suppress(StorageError, FileNotFoundError), asking(self._url):
+            self._file.discard()
+        if isinstance(self._file, AbstractBufferedFile):
+            # Else it would send what it still holds when it is collected, and make an object of it.
+            self._file.closed = True
