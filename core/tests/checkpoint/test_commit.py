@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import json
+import re
 import threading
+import zlib
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from single_rank import load, save, state_of
 from thread_ranks import all_ranks, on_ranks
@@ -10,11 +15,14 @@ from torch import nn
 
 from shard_core.checkpoint.commit import Attempt
 from shard_core.checkpoint.folder import latest
+from shard_core.checkpoint.index import TensorRecord
+from shard_core.checkpoint.part import decode_part, decode_tensors, encode_part, index_of
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
 from shard_core.checkpoint.storage.local import LocalFolder
+from shard_core.checkpoint.tensor_file import FileRecord
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.checkpoint.verify import verify
-from shard_core.errors import CheckpointError, InvalidOption, MissingCapability
+from shard_core.errors import CheckpointError, InvalidOption
 
 
 def _module(value: float) -> nn.Module:
@@ -190,19 +198,16 @@ def test_latest_is_the_newest_committed_one(tmp_path):
         assert latest(tmp_path) == tmp_path / "step-1"
 
 
-def test_what_is_not_there_yet_is_refused(tmp_path):
-    module = nn.Linear(1, 1)
-    for options, error, sentence in (
-        ({"blocking": False}, MissingCapability, "leave blocking=True"),
-        (
-            {"storage_options": {"key": "x"}},
-            InvalidOption,
-            "storage_options are for URLs of stores, and '.*' is on a disk",
-        ),
-        ({"state_dict_type": "ful"}, InvalidOption, "none of: sharded, full; did you mean 'full'"),
-    ):
-        with pytest.raises(error, match=sentence):
-            save(tmp_path / "c", module, **options)
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"storage_options": {"key": "x"}}, "storage_options are for URLs of stores, and '.*' is on a disk"),
+        ({"state_dict_type": "ful"}, "none of: sharded, full; did you mean 'full'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(tmp_path, options, sentence):
+    with pytest.raises(InvalidOption, match=sentence):
+        save(tmp_path / "c", nn.Linear(1, 1), **options)
 
 
 def test_a_finished_save_says_where_it_is(tmp_path):
@@ -215,3 +220,78 @@ def test_a_finished_save_says_where_it_is(tmp_path):
     assert handle.wait() == tmp_path / "c"
     assert handle.staged.done()
     assert handle.committed.done()
+
+
+_FILE = {"path": "model-00000-of-00001.safetensors", "bytes": 64, "digest": "0123456789abcdef"}
+
+
+@pytest.mark.parametrize(
+    ("about", "sentence"),
+    [
+        ("[]", "a part record must be a JSON object"),
+        ("{", "no JSON that can be read"),
+        ("{}", "a part record lacks 'attempt'"),
+        ("[" * 100_000, "no JSON that can be read"),
+        ({"attempt": "ba9876543210"}, "a part record belongs to save ba9876543210, not to 0123456789ab"),
+        ({"attempt": 3}, "'attempt' of a part record must be a string"),
+        ({"files": [{**_FILE, "path": "../../model-00000-of-00001.safetensors"}]}, "'path' of an item in 'files'"),
+        ({"files": [{**_FILE, "bytes": 1.5}]}, "'bytes' of an item in 'files'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_part_records_that_no_rank_writes_are_refused(about, sentence):
+    text = about if isinstance(about, str) else json.dumps({**_ABOUT, **about})
+    with pytest.raises(CheckpointError, match=re.escape(sentence)):
+        decode_part(_part_record(text), _ABOUT["attempt"])
+
+
+_ABOUT = {"attempt": "0123456789ab", "files": []}
+
+
+def _part_record(text: str) -> bytes:
+    columns = safetensors.numpy.load(encode_part("0123456789ab", index_of([], [], {})))
+    return safetensors.numpy.save({**columns, "about": np.frombuffer(text.encode(), dtype=np.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (b"", "cannot be unpacked"),
+        (zlib.compress(b"{}")[:-1], "cannot be unpacked"),
+        (zlib.compress(b"[{}]"), "'tensors' of a part record must be an object"),
+        (zlib.compress(b'{"model.w": ["F32", -1]}'), "'model.w' is described as no tensor can be"),
+    ],
+)
+def test_tensors_in_part_records_are_believed_no_more(raw, sentence):
+    with pytest.raises(CheckpointError, match=re.escape(sentence)):
+        decode_tensors(raw)
+
+
+def test_part_records_that_are_not_what_their_rank_wrote_are_named(tmp_path):
+    def save_on(coordinator):
+        state = TensorState({"model": _module(1)}, {}, rank=coordinator.rank, world_size=2)
+        gather, seen = coordinator.gather_objects, threading.local()
+
+        def gather_and_damage(value):
+            seen.calls = getattr(seen, "calls", 0) + 1
+            if seen.calls == 4 and coordinator.rank == 1:
+                part = next((tmp_path / "c").glob("part-00001-*"))
+                part.write_bytes(part.read_bytes()[:-8] + b"\xff" * 8)
+            return gather(value)
+
+        coordinator.gather_objects = gather_and_damage
+        ShardedCheckpointIO().save(tmp_path / "c", state, {}, coordinator=coordinator, information={})
+
+    for error in on_ranks(2, save_on):
+        assert "rank 0 does not see what rank 1 wrote into" in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+def test_part_records_come_back(tmp_path):
+    tensors = [
+        TensorRecord(key="model.w", dtype="F32", shape=(2, 3)),
+        TensorRecord(key="model.x", dtype="U8", shape=()),
+    ]
+    index = index_of(tensors, [FileRecord(**_FILE)], {})
+    found = decode_part(encode_part("0123456789ab", index), "0123456789ab")
+    assert (decode_tensors(found.tensors), tuple(found.files)) == (index.tensors, index.files)

@@ -26,7 +26,7 @@ def _written(rank: int, world_size: int, choose: random.Random) -> ChunkIndex:
     """Let a rank hold one of as many flat ranges of each tensor, cut anywhere, in two files."""
     tensors = [TensorRecord(key=f"model.{n}", dtype="I8", shape=shape) for n, shape in enumerate(_SHAPES)]
     chunks: dict[str, list[Chunk]] = {}
-    ends = [0, 0]
+    ends = [8, 8]
     for tensor in tensors:
         cuts = random.Random(tensor.key)
         bounds = sorted([0, tensor.bytes, *(cuts.randint(0, tensor.bytes) for _ in range(world_size - 1))])
@@ -62,7 +62,7 @@ def test_every_ranks_chunks_are_in_the_index_in_the_order_of_ranks(world_size: i
     for number in range(2 * world_size):
         in_file = [chunk for _, chunk in merged.in_file(number)]
         assert [chunk.begin for chunk in in_file] == sorted(chunk.begin for chunk in in_file)
-        assert sum(chunk.box.volume for chunk in in_file) == merged.files[number].bytes
+        assert 8 + sum(chunk.box.volume for chunk in in_file) == merged.files[number].bytes
     again = ChunkIndex.from_bytes(merged.to_bytes(), merged.tensors, merged.files)
     assert all(list(again.chunks(t.key)) == list(merged.chunks(t.key)) for t in merged.tensors)
 
@@ -76,7 +76,13 @@ def test_tensors_cut_alike_share_one_description():
             ]
             for n, tensor in enumerate(tensors)
         }
-        return _part(index_of(tensors, [FileRecord(path=f"file-{rank}", bytes=3200, digest="0" * 16)], chunks))
+        return _part(
+            index_of(
+                tensors,
+                [FileRecord(path=f"optim-{rank:05d}-of-00002.safetensors", bytes=3200, digest="0" * 16)],
+                chunks,
+            )
+        )
 
     merged = merge_parts(rank_of(rank) for rank in range(2))
     merged.check()

@@ -101,14 +101,14 @@ def _read(fields: Fields) -> Manifest:
             f"the checkpoint is of format version {fields.integer('version')}, this shard-core reads {VERSION}; "
             "install the shard-core that wrote it, or a newer one."
         )
-    files = tuple(_read_file(file) for file in fields.listed("files"))
-    tensors = tuple(_read_tensor(key, value) for key, value in fields.mapping("tensors").items())
+    files = tuple(read_file(file) for file in fields.listed("files"))
+    tensors = tuple(read_tensor(key, value) for key, value in fields.mapping("tensors").items())
     manifest = Manifest(
         attempt=fields.text("attempt", re.compile("[0-9a-f]{12}")),
         created=fields.integer("created"),
         form=fields.text("form", re.compile("sharded|full")),
         world_size=fields.integer("world_size", least=1),
-        index=_read_file(fields.object("index")),
+        index=read_file(fields.object("index")),
         files=files,
         tensors=tensors,
         modules=fields.texts("modules"),
@@ -134,7 +134,12 @@ def _check(manifest: Manifest) -> None:
             raise CheckpointCorrupted(f"the manifest ties {shown(alias)} to {shown(key)}, which cannot be.")
 
 
-def _read_file(fields: Fields) -> FileRecord:
+def read_file(fields: Fields) -> FileRecord:
+    """Take out a file as JSON describes it.
+
+    Raises:
+        CheckpointCorrupted: If no save gives a file such a name, or one of the fields is not as it must be.
+    """
     return FileRecord(
         path=fields.text("path", FILE_NAME),
         bytes=fields.integer("bytes", least=8),
@@ -142,10 +147,15 @@ def _read_file(fields: Fields) -> FileRecord:
     )
 
 
-def _read_tensor(key: str, value: Any) -> TensorRecord:
+def read_tensor(key: str, value: Any) -> TensorRecord:
+    """Take a list of dtype and sizes for a tensor.
+
+    Raises:
+        CheckpointCorrupted: If it is no such list.
+    """
     items: list[Any] = value if isinstance(value, list) and value else [None]
     code, shape = items[0], items[1:]
     is_known = isinstance(code, str) and code in ITEM_SIZES
     if not is_known or len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
-        raise CheckpointCorrupted(f"the manifest does not describe {shown(key)} as a tensor can be.")
+        raise CheckpointCorrupted(f"{shown(key)} is described as no tensor can be.")
     return TensorRecord(key=key, dtype=code, shape=tuple(shape))

@@ -6,13 +6,18 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors.numpy
 
+from shard_core.checkpoint.fields import Fields
 from shard_core.checkpoint.index import COLUMNS, Chunk, ChunkIndex, Columns, TensorRecord, decode_columns, starts
-from shard_core.checkpoint.tensor_file import FileRecord
-from shard_core.errors import CheckpointError
+from shard_core.checkpoint.manifest import read_file, read_tensor
+from shard_core.errors import CheckpointCorrupted, CheckpointError
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.tensor_file import FileRecord
 
 #: The columns of a part record besides those of its index.
 _TENSORS, _ABOUT = "tensors", "about"
@@ -70,7 +75,7 @@ def encode_part(attempt: str, index: ChunkIndex) -> bytes:
     """
     # Every rank tells of every tensor. Packed, and compared before it is unpacked, that stays cheap for
     # thousands of ranks.
-    tensors = zlib.compress(_json([dataclasses.asdict(tensor) for tensor in index.tensors]), level=1)
+    tensors = zlib.compress(_json({tensor.key: [tensor.dtype, *tensor.shape] for tensor in index.tensors}), level=1)
     about = _json({"attempt": attempt, "files": [dataclasses.asdict(file) for file in index.files]})
     texts = {name: np.frombuffer(text, dtype=np.uint8) for name, text in ((_TENSORS, tensors), (_ABOUT, about))}
     return safetensors.numpy.save({**index.columns, "digest_counts": index.digest_counts.astype(np.int32), **texts})
@@ -81,18 +86,28 @@ def decode_part(raw: bytes, attempt: str) -> Part:
 
     Raises:
         CheckpointError: If it is part of another save.
+        CheckpointCorrupted: If it is no such record.
     """
     columns = decode_columns(raw, {**COLUMNS, "digest_counts": "i4", _TENSORS: "u1", _ABOUT: "u1"})
-    tensors, about = columns.pop(_TENSORS).tobytes(), json.loads(columns.pop(_ABOUT).tobytes())
-    if about["attempt"] != attempt:
-        raise CheckpointError(f"a part record belongs to save {about['attempt']}, not to {attempt}.")
-    return Part(tensors=tensors, files=[FileRecord(**file) for file in about["files"]], columns=columns)
+    about = Fields.from_json(columns.pop(_ABOUT).tobytes(), "a part record")
+    if about.text("attempt") != attempt:
+        raise CheckpointError(f"a part record belongs to save {about.text('attempt')}, not to {attempt}.")
+    files = [read_file(file) for file in about.listed("files")]
+    return Part(tensors=columns.pop(_TENSORS).tobytes(), files=files, columns=columns)
 
 
 def decode_tensors(raw: bytes) -> tuple[TensorRecord, ...]:
-    """Decode the full tensors of a part, sorted by key."""
-    listed = json.loads(zlib.decompress(raw))
-    return tuple(TensorRecord(key=each["key"], dtype=each["dtype"], shape=tuple(each["shape"])) for each in listed)
+    """Decode the full tensors of a part, sorted by key.
+
+    Raises:
+        CheckpointCorrupted: If they are none.
+    """
+    try:
+        text = zlib.decompress(raw)
+    except zlib.error as error:
+        raise CheckpointCorrupted(f"the tensors of a part record cannot be unpacked: {error}.") from error
+    fields = Fields.from_json(b'{"tensors":%s}' % text, "a part record")
+    return tuple(read_tensor(key, value) for key, value in fields.mapping("tensors").items())
 
 
 def _json(value: object) -> bytes:

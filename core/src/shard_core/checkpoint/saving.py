@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import xxhash
 from torch.distributed.tensor import DTensor
 
 from shard_core.checkpoint.box import Box
@@ -56,13 +57,16 @@ def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, J
     return {name: encode(value, name, keep) for name, value in values.items()}, list(shards.values())
 
 
-def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard]) -> None:
+def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard]) -> str:
     """Write what this rank owns, bring it to the disk, and leave a part record.
 
     Args:
         attempt: The save.
         rank: This rank.
         shards: All boxes on this rank; those of others' are only named in the record.
+
+    Returns:
+        The digest of the record.
 
     Raises:
         CheckpointError: If a tensor cannot be held by a file.
@@ -87,17 +91,23 @@ def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard]) -> No
                 chunks.setdefault(shard.key, []).append(chunk)
             files.append(writer.finish())
     index = index_of(tensors.values(), files, chunks)
-    attempt.folder.write(attempt.part_file(rank), encode_part(attempt.identity, index), durable=False)
+    part = encode_part(attempt.identity, index)
+    attempt.folder.write(attempt.part_file(rank), part, durable=False)
+    return xxhash.xxh3_64_hexdigest(part)
 
 
-def gather_parts(attempt: Attempt) -> ChunkIndex:
+def gather_parts(attempt: Attempt, digests: Sequence[str]) -> ChunkIndex:
     """Join the parts of all ranks; rank 0 alone.
+
+    Args:
+        attempt: The save.
+        digests: What ``write_rank`` returned on each rank.
 
     Raises:
         CheckpointError: If a part is not to be seen from here, the boxes do not tile every tensor, or
             a file has another length than its writer says.
     """
-    index = merge_parts(_parts(attempt))
+    index = merge_parts(_parts(attempt, digests))
     index.check()
     for file, length in zip(index.files, attempt.folder.sizes([file.path for file in index.files]), strict=True):
         if length != file.bytes:
@@ -105,17 +115,19 @@ def gather_parts(attempt: Attempt) -> ChunkIndex:
     return index
 
 
-def _parts(attempt: Attempt) -> Iterator[Part]:
+def _parts(attempt: Attempt, digests: Sequence[str]) -> Iterator[Part]:
     raws = attempt.folder.read_each([attempt.part_file(rank) for rank in range(attempt.world_size)])
-    for rank in range(attempt.world_size):
+    for rank, digest in enumerate(digests):
         try:
-            part = decode_part(next(raws), attempt.identity)
+            raw = next(raws)
+            if xxhash.xxh3_64_hexdigest(raw) != digest:
+                raise CheckpointCorrupted("its part record is another one.")
         except CheckpointCorrupted as error:
             raise CheckpointError(
                 f"rank 0 does not see what rank {rank} wrote into {str(attempt.folder)!r}; the folder must be one that "
                 "the hosts of all ranks share."
             ) from error
-        yield part
+        yield decode_part(raw, attempt.identity)
 
 
 def write_full(attempt: Attempt, index: ChunkIndex) -> ChunkIndex:

@@ -126,6 +126,7 @@ class _Save:
         self._coordinator = coordinator
         self._shards: list[TensorShard] = []
         self._about: dict[str, Any] = {}
+        self._parts: list[str] = []
 
     def begin(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
         """Find out what is to be written; then rank 0 makes the folder, and the others see that it is theirs too."""
@@ -161,7 +162,9 @@ class _Save:
         """Write this rank's files."""
         rank = self._coordinator.rank
         try:
-            together(self._coordinator, self._doing, lambda: write_rank(self._attempt, rank, self._shards))
+            self._parts = together(
+                self._coordinator, self._doing, lambda: write_rank(self._attempt, rank, self._shards)
+            )
         except CheckpointError:
             self._attempt.discard([rank])
             raise
@@ -193,7 +196,7 @@ class _Save:
     def _publish(self) -> None:
         attempt = self._attempt
         try:
-            index = gather_parts(attempt)
+            index = gather_parts(attempt, self._parts)
             if self._form == "full":
                 index = write_full(attempt, index)
             manifest = Manifest(
