@@ -194,3 +194,40 @@ def test_optimizers_that_cannot_be_kept_are_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"optimizer\[LBFGS\].state.*old_dirs.0' is a tensor of shape"):
         save(tmp_path / "checkpoint", model, history)
     assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3.0)])
+def test_a_counter_that_another_optimizer_kept_as_a_number_fills_the_tensor_here(tmp_path, count):
+    model, other = _model(), _model(seed=1)
+    optimizer, restored = AdamW(model.parameters()), AdamW(other.parameters())
+    _step(model, optimizer)
+    _step(other, restored)
+    for slots in optimizer.state.values():
+        slots["step"] = count
+    save(tmp_path / "checkpoint", model, optimizer)
+    counters = [slots["step"] for slots in restored.state.values()]
+    load(tmp_path / "checkpoint", other, restored)
+    assert [slots["step"].item() for slots in restored.state.values()] == [3.0] * len(counters)
+    assert all(slots["step"] is here for slots, here in zip(restored.state.values(), counters, strict=True))
+
+
+def test_hyper_parameters_and_counters_of_another_kind_are_named_before_anything_is_touched(tmp_path):
+    model, other = _model(), _model(seed=1)
+    optimizer, restored = AdamW(model.parameters(), lr=0.5), AdamW(other.parameters(), lr=0.7)
+    _step(model, optimizer)
+    _step(other, restored)
+    optimizer.param_groups[0].update(lr="fast", betas=(0.9,), eps=[1e-8])
+    optimizer.state[model.scale]["step"] = "three"
+    save(tmp_path / "checkpoint", model, optimizer)
+    before = other.scale.clone()
+    with pytest.raises(CheckpointMismatch) as raised:
+        load(tmp_path / "checkpoint", other, restored)
+    for difference in (
+        "has 'lr' of 0.7, which in the checkpoint is 'fast'",
+        "has 'betas' of (0.9, 0.999), which in the checkpoint is (0.9,)",
+        "has 'eps' of 1e-08, which in the checkpoint is [1e-08]",
+        "has 'scale.step' of tensor(1.), which in the checkpoint is 'three'",
+    ):
+        assert difference in str(raised.value)
+    assert torch.equal(other.scale, before)
+    assert restored.param_groups[0]["lr"] == 0.7
