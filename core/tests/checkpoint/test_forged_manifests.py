@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -18,6 +19,8 @@ import xxhash
 from opened_files import opened_files
 from small_checkpoint import Trained, forge, judged, loaded, refusal, seal, write
 
+from shard_core.checkpoint.differences import compare
+from shard_core.checkpoint.inspection import inspect
 from shard_core.errors import ShardError
 
 _OF_EVERY_TYPE = [
@@ -90,6 +93,9 @@ def _fuzz(checkpoint, stride: int) -> None:
                 continue
             forge(checkpoint, lambda whole, mutant=mutant: (whole.clear(), whole.update(mutant)))
             judged(checkpoint)
+            for look in (inspect, lambda path: compare(path, path)):
+                with contextlib.suppress(ShardError):
+                    look(checkpoint)
             try:
                 target, _ = loaded(checkpoint)
             except ShardError as error:
@@ -110,7 +116,7 @@ def _fuzz(checkpoint, stride: int) -> None:
 
 
 def test_nothing_of_the_wrong_type_passes(checkpoint):
-    _fuzz(checkpoint, stride=29)
+    _fuzz(checkpoint, stride=43)
 
 
 @pytest.mark.long

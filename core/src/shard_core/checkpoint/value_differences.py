@@ -57,11 +57,13 @@ class _Optimizer:
     """One optimizer as simple JSON, with names that do not depend on which of its tied names a parameter has."""
 
     def __init__(self, side: OpenedCheckpoint, name: str, content: Any) -> None:
-        fields = Fields(content, f"optimizer {name!r} in the manifest")
+        owner = f"optimizer {name!r} in the manifest"
+        fields = Fields(content, owner)
         self._side = side
         self._prefix = side.manifest.modules.get(fields.text("module"), "")
         self.type = fields.text("type")
-        self.scalars = {self._parameter(key): slots for key, slots in plain(fields.mapping("scalars")).items()}
+        scalars = Fields({"scalars": plain(fields.mapping("scalars"))}, owner).mapping("scalars")
+        self.scalars = {self._parameter(key): slots for key, slots in scalars.items()}
         self.groups: list[tuple[frozenset[str], dict[str, Any]]] = []
         for each in fields.items("groups"):
             group = plain(each)
