@@ -77,7 +77,7 @@ def test_of_several_state_dicts_one_is_chosen(tmp_path, write):
     path = write(tmp_path / "weights", _nested(module))
     choices = r"say which with key=\.\.\.: 'net' \(2 tensors\), 'optim' \(6 tensors\)\."
     for key, sentence in {
-        None: "holds more than one state dict; ",
+        None: "holds its tensors under keys; ",
         "nett": r"holds nothing under key='nett'; did you mean 'net'\? To choose, ",
         "step": "holds nothing under key='step'. To choose, ",
     }.items():
@@ -148,6 +148,8 @@ def test_paths_without_weights_get_a_sentence(tmp_path):
     module = nn.Linear(2, 2)
     (tmp_path / "bins").mkdir()
     peer_weights.write_torch(tmp_path / "bins" / "pytorch_model.bin", module.state_dict())
+    (tmp_path / "several").mkdir()
+    (tmp_path / "several" / "pytorch_model.bin.index.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("{}")
     (tmp_path / "empty").mkdir()
     torch.save(module.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -157,6 +159,7 @@ def test_paths_without_weights_get_a_sentence(tmp_path):
         "notes.txt": "holds no weights that can be read; they may be in a folder of safetensors files",
         "empty": "holds no weights that can be read",
         "bins": "holds no safetensors files, but 'pytorch_model.bin'; give the path of a file to read that",
+        "several": "holds several files of torch.save with an index, which is not read",
         "old.pt": "is a pickle, as torch.save wrote it before torch 1.6",
     }.items():
         with pytest.raises(CheckpointNotFound, match=re.escape(sentence)):

@@ -159,7 +159,7 @@ class Remembering(Talking):
         Args:
             path: The file or the folder.
             module: What setup returned.
-            key: For files that hold more than one state dict: which, such as ``"model"`` in ``{"model": {...}}``.
+            key: For files that hold state dicts under keys: which, such as ``"model"`` in ``{"model": {...}}``.
             names: The module's name for each of the files' names, as a dict or a function; None for a name drops the
                 tensor. Names that a dict does not have stay as they are.
             cast: Whether floating-point tensors may be brought to the module's dtypes.

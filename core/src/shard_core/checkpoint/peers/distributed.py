@@ -42,7 +42,7 @@ class DistributedFolder(Weights):
 
         Args:
             path: The folder.
-            key: Which state dict in it; None if it holds only one.
+            key: Which state dict in it; None if it is one itself.
 
         Raises:
             CheckpointCorrupted: If its metadata are not such as torch writes.

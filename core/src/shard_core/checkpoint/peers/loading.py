@@ -39,7 +39,7 @@ def load_weights(
         path: The files.
         state: The module, and nothing else.
         coordinator: How ranks talk.
-        key: Which state dict in the files; None if there is only one.
+        key: Which state dict in the files; None if they are one themselves.
         names: How the files' names become the module's; None if they are the same.
         cast: Whether floating-point tensors may change their dtype.
         strict: Whether a difference is an error rather than something to leave as it is.

@@ -1,4 +1,4 @@
-"""Files that hold more than one state dict: the names of the tensors in the one that was chosen."""
+"""Files that hold state dicts under keys: the names of the tensors in the one that was chosen."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def choose(entries: Mapping[Place, Layout | str], key: str | None, path: Path) -
 
     Args:
         entries: All that is in the file: tensors, and in words what is none.
-        key: The part, its keys joined by dots; None for a file that holds one state dict and nothing else.
+        key: The part, its keys joined by dots; None for a file that is one state dict and nothing else.
         path: The file, for messages.
 
     Returns:
         Where each is, by its further keys joined by dots.
 
     Raises:
-        InvalidOption: Listing the parts, if there are several or there is none of this key.
+        InvalidOption: Listing the parts, if one must be chosen or there is none of this key.
         CheckpointCorrupted: If two have one name.
     """
     tensors = [place for place, entry in entries.items() if not isinstance(entry, str)]
     if key is None:
         if any(len(place) > 1 for place in tensors):
-            raise InvalidOption(f"{str(path)!r} holds more than one state dict; {_choices(tensors)}")
+            raise InvalidOption(f"{str(path)!r} holds its tensors under keys; {_choices(tensors)}")
         return _joined({place: place for place in entries}, path)
     inside = {place: rest for place in entries if (rest := _below(key, place)) is not None}
     if not inside:

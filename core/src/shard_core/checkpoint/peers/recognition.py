@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.peers.weights import Weights
 
 METADATA_NAME = ".metadata"
-INDEX_SUFFIX = ".safetensors.index.json"
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_INDEX_SUFFIX = ".safetensors.index.json"
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 _KINDS = (
     "a folder of safetensors files, a folder of torch.distributed.checkpoint, a safetensors file, or a file of "
@@ -43,7 +43,7 @@ def find_weights(path: Path, key: str | None) -> Weights:
 
     Args:
         path: A file or a folder.
-        key: Which state dict in it; None if it holds only one.
+        key: Which state dict in it; None if it is one itself.
 
     Raises:
         CheckpointNotFound: If it holds no weights that can be read.
@@ -68,7 +68,7 @@ def find_weights(path: Path, key: str | None) -> Weights:
         raise InvalidOption(
             f"key={key!r} is for files that hold several state dicts; {str(file)!r} holds one, leave it out."
         )
-    if file.name.endswith(INDEX_SUFFIX):
+    if file.name.endswith(_INDEX_SUFFIX):
         return SafetensorsFiles.of_index(path, file)
     return SafetensorsFiles.of_one(path, file)
 
@@ -76,7 +76,7 @@ def find_weights(path: Path, key: str | None) -> Weights:
 def holds_weights(path: Path) -> bool:
     """Tell whether a path holds a peer's files, as far as can be seen without reading them."""
     if path.is_dir():
-        return _is_distributed(path) or any(path.glob(f"*{INDEX_SUFFIX}")) or (path / "model.safetensors").is_file()
+        return _is_distributed(path) or any(path.glob(f"*{_INDEX_SUFFIX}")) or (path / "model.safetensors").is_file()
     return path.is_file() and (_is_zip(path) or _is_safetensors(path))
 
 
@@ -101,23 +101,23 @@ def _beginning(path: Path, length: int) -> bytes:
 def _safetensors(path: Path) -> Path | None:
     """Find the one safetensors file, or the index of several; None if there is neither."""
     if path.is_file():
-        return path if path.name.endswith(INDEX_SUFFIX) or _is_safetensors(path) else None
+        return path if path.name.endswith(_INDEX_SUFFIX) or _is_safetensors(path) else None
     if not path.is_dir():
         return None
-    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    indexes = sorted(path.glob(f"*{_INDEX_SUFFIX}"))
     files = sorted(path.glob("*.safetensors"))
     # Where both are there, libraries take the single file, and it is easily a left-over of another save.
     whole = [
         file
         for file in files
-        if file.name.removesuffix(".safetensors") in {index.name.removesuffix(INDEX_SUFFIX) for index in indexes}
+        if file.name.removesuffix(".safetensors") in {index.name.removesuffix(_INDEX_SUFFIX) for index in indexes}
     ]
     found = indexes + whole if indexes else files
     if len(found) > 1:
         names = ", ".join(repr(each.name) for each in found[:8])
         raise InvalidOption(
             f"{str(path)!r} holds {names}{' and more' if len(found) > 8 else ''}, and it cannot be seen which of them "
-            f"is meant; give the path of one, or put a *{INDEX_SUFFIX} beside them."
+            f"is meant; give the path of one, or put a *{_INDEX_SUFFIX} beside them."
         )
     return found[0] if found else None
 
@@ -133,7 +133,12 @@ def _absence(path: Path) -> str:
                 "save it again with torch.save(torch.load(path, weights_only=True), path)."
             )
         return f"holds no weights that can be read; they may be in {_KINDS}."
-    files = sorted(each.name for each in path.iterdir() if each.suffix in TORCH_SUFFIXES)
+    if any(path.glob("*.bin.index.json")):
+        return (
+            "holds several files of torch.save with an index, which is not read; load them with the library that wrote "
+            "them, and save them as safetensors."
+        )
+    files = sorted(each.name for each in path.iterdir() if each.suffix in _TORCH_SUFFIXES)
     if files:
         return f"holds no safetensors files, but {files[0]!r}; give the path of a file to read that."
     return f"holds no weights that can be read; they may be in {_KINDS}."

@@ -40,7 +40,7 @@ class TorchFile(Weights):
 
         Args:
             path: The file.
-            key: Which state dict in it; None if it holds only one.
+            key: Which state dict in it; None if it is one itself.
 
         Raises:
             CheckpointCorrupted: If it holds anything but tensors, numbers, strings and containers of them.
