@@ -34,7 +34,7 @@ def test_all_differences_are_listed_at_once_and_nothing_is_touched(tmp_path):
         "0.bias": torch.ones(3, dtype=torch.bfloat16),
         "1.bias": torch.ones(3),
         "1.count": torch.ones((), dtype=torch.int64),
-        "2.wieght": torch.ones(2, 2),
+        "2.weights": torch.ones(2, 2),
         "2.bias": "none",
     }
     here = nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 3), nn.Linear(2, 2))
@@ -51,8 +51,8 @@ def test_all_differences_are_listed_at_once_and_nothing_is_touched(tmp_path):
         "'0.bias' has dtype float32 here, bfloat16 in the files; cast=True converts it",
         "'1.weight' is not in the files; did you mean '0.weight'?",
         "'1.count' has dtype float32 here, int64 in the files\n",
-        "'2.weight' is not in the files; did you mean '2.wieght'?",
-        "'2.wieght' is in the files, but not here; did you mean '2.weight'?",
+        "'2.weight' is not in the files; did you mean '2.weights'?",
+        "'2.weights' is in the files, but not here; did you mean '2.weight'?",
         "'2.bias' is a str in the files, not a tensor of numbers",
         "names has '3.weight', which is not in the files",
     ):
