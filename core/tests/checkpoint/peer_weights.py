@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from flat_state import FlatState, whole
@@ -16,6 +17,7 @@ from single_rank import state_of
 from thread_ranks import all_ranks
 
 from shard_core.checkpoint.peers.loading import load_weights
+from shard_core.errors import CheckpointCorrupted
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -71,3 +73,12 @@ def load_flat(path: Any, like: Tensors, ranks: int, **options: Any) -> dict[str,
     states = all_ranks(ranks, on_rank)
     loaded = whole(states, {f"model.{name}": tensor.shape for name, tensor in like.items()})
     return {key.removeprefix("model."): tensor for key, tensor in loaded.items()}
+
+
+def refused(path: Path, match: str, **options: Any) -> None:
+    """Load into a layer, which must fail with this sentence and leave the layer as it was."""
+    module = torch.nn.Linear(2, 2)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with pytest.raises(CheckpointCorrupted, match=match):
+        load(path, module, **options)
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
