@@ -113,6 +113,8 @@ ROGUES = {
     "removes_the_old": Fault("killed_save_leaves_the_old_or_the_new", _CHECKPOINT),
     "loads_damaged": Fault("corrupted_byte_is_named", _CHECKPOINT),
     "writes_pickle": Fault("holds_no_pickle", _CHECKPOINT),
+    "saves_later": Fault("background_save_is_of_its_moment", _CHECKPOINT),
+    "hushes_failures": Fault("failed_background_save_is_raised", _CHECKPOINT),
     # who runs
     "last_rank_returns": Fault("launch_returns_rank_zeros_result", ("launcher",)),
     "swallows_exceptions": Fault("failing_rank_is_reported", ("launcher",)),
@@ -129,7 +131,7 @@ _ALWAYS = (
     *("one_optimizer_steps", "boasts_entry_methods", "mixes_instead", "steps_on_overflow"),
     *("seeds_anew", "masks_alike", "unshared_data"),
     *("max_is_sum", "rank_dependent", "hides_sync_grads", "never_waits"),
-    *("drops_moments", "rounds_a_tensor", "one_size_only", "never_strict", "loads_damaged"),
+    *("drops_moments", "rounds_a_tensor", "one_size_only", "never_strict", "loads_damaged", "saves_later"),
     *("last_rank_returns", "swallows_exceptions"),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shard_core.testing.rules import check_author
+from shard_core.testing.suites.checkpoint.background import Background
 from shard_core.testing.suites.checkpoint.elsewhere import Elsewhere
 from shard_core.testing.suites.checkpoint.mismatch import Mismatch
 from shard_core.testing.suites.checkpoint.resume import Resume
@@ -31,6 +32,7 @@ from shard_core.testing.suites.training.structure import Structure
 # Pytest runs the tests of the last base first.
 class Conformance(
     Launching,
+    Background,
     Safety,
     Mismatch,
     Elsewhere,

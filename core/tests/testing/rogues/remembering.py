@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -135,6 +136,37 @@ class WritesPickle(Rogue):
         if self.inner.is_global_zero:
             torch.save({"step": 1}, Path(path) / "extra.pt")
         self.inner.barrier("extra")
+        return handle
+
+
+class Later:
+    """A save that is put off until somebody waits for it."""
+
+    def __init__(self, save: Callable[[], Any]) -> None:
+        self.wait = save
+        self.committed = self
+
+    def done(self) -> bool:
+        with suppress(CheckpointError):
+            self.wait()
+        return True
+
+
+class SavesLater(Rogue):
+    """Looks at what a save behind training is to hold only when somebody waits for it."""
+
+    def save_checkpoint(self, path: Any, state: Any, *, blocking: bool | None = None, **more: Any) -> Any:
+        if blocking is False:
+            return Later(lambda: self.inner.save_checkpoint(path, state, **more))
+        return self.inner.save_checkpoint(path, state, **more)
+
+
+class HushesFailures(Rogue):
+    """Takes note of a save's failure and tells nobody."""
+
+    def save_checkpoint(self, path: Any, state: Any, **more: Any) -> Any:
+        handle = self.inner.save_checkpoint(path, state, **more)
+        handle.committed.exception()
         return handle
 
 
