@@ -22,7 +22,9 @@ from shard_core.checkpoint.manifest import Manifest
 from shard_core.checkpoint.retention import Retention
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
 from shard_core.checkpoint.verify import verify
-from shard_core.errors import CheckpointError, InvalidOption, RankFailed
+from shard_core.collectives.interface import Collectives
+from shard_core.collectives.single import SingleCollectives
+from shard_core.errors import CheckpointError, InvalidOption, MissingCapability, RankFailed
 from shard_core.testing.world import World
 
 
@@ -153,6 +155,20 @@ def test_what_no_checkpoint_can_hold_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="inner is 3; give a CheckpointIO"):
         AsyncCheckpointIO(3)
     assert not (tmp_path / "c").exists()
+    strategy.teardown()
+
+
+class Mute(SingleCollectives):
+    """Collectives that talk in one thread only."""
+
+    aside = Collectives.aside
+
+
+def test_collectives_that_cannot_talk_behind_training_say_so(tmp_path: Path) -> None:
+    strategy, state = single(collectives=Mute())
+    with pytest.raises(MissingCapability, match="Mute cannot talk behind training; save with blocking=True"):
+        strategy.save_checkpoint(tmp_path / "c", state, blocking=False)
+    strategy.save_checkpoint(tmp_path / "c", state)
     strategy.teardown()
 
 

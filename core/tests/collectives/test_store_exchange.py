@@ -1,18 +1,20 @@
 """Threads exchange objects over the store while training talks over its group."""
 
 import os
-import signal
+import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shard_core.collectives.process_group import ProcessGroupCollectives
-from shard_core.errors import CollectiveError, MissingRank, RankFailed
-from shard_core.testing.world import World
+from shard_core.collectives.store_exchange import StoreExchange
+from shard_core.errors import CollectiveError, MissingRank
 
 
 def connected(guard: float = 30.0) -> ProcessGroupCollectives:
@@ -101,28 +103,29 @@ def test_who_takes_long_but_lives_is_waited_for(worlds: Any) -> None:
     assert worlds(2).run(is_slow) == [[0, 1]] * 2
 
 
-def dies(victim: int) -> str:
-    with connected(guard=1.0).aside() as line:
-        line.barrier()
-        if line.rank == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        begun = time.monotonic()
-        try:
-            line.gather_objects(line.rank)
-        except MissingRank as error:
-            assert time.monotonic() - begun < 20.0
-            print(error)  # the world hears nothing else from a rank beside a dead one
-            raise
-    return ""
+@pytest.mark.parametrize("absent", [0, 2])
+def test_who_gives_no_sign_of_life_is_named_to_all(absent: int) -> None:
+    store = dist.HashStore()
+
+    def waits(rank: int) -> str:
+        with pytest.raises(MissingRank) as error, StoreExchange(store, rank, 3, timedelta(seconds=0.5)) as line:
+            line.gather_objects(rank)
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(waits, {0, 1, 2} - {absent}))
+    assert all(
+        re.fullmatch(rf"rank \d heard nothing of rank {absent} for 0.5 s in the background; .*", each) for each in said
+    )
 
 
-@pytest.mark.parametrize(("size", "victim"), [(3, 2), (2, 0)])
-def test_who_dies_is_named_to_all(size: int, victim: int) -> None:
-    with World(size) as world, pytest.raises(RankFailed) as failure:
-        world.run(dies, victim, timeout=30)
-    teller = 1 if victim == 0 else 0
-    told = str(failure.value).count(f"MissingRank: rank {teller} heard nothing of rank {victim} for 1 s")
-    assert told == size - 1, str(failure.value)
+def test_a_store_that_is_gone_is_told() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    with pytest.raises(MissingRank, match="rank 1 lost the store that the ranks meet at"):  # noqa: SIM117, PT012
+        with StoreExchange(client, 1, 2, timedelta(seconds=30)) as line:
+            del server
+            line.gather_objects(1)
 
 
 def test_who_is_not_connected_is_told() -> None:

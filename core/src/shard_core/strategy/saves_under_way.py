@@ -38,9 +38,10 @@ class SavesUnderWay:
         done = handle.committed.done() and handle.committed.exception() is None
         if not coordinator.any_true(not done):
             return handle
-        self._save = _SaveUnderWay(handle)
-        self._save.begin(coordinator)
-        return self._save.handle
+        save = _SaveUnderWay(handle)
+        save.begin(coordinator)
+        self._save = save
+        return save.handle
 
     def begin_step(self) -> None:
         """Wait until an optimizer may change what is being saved.
@@ -83,8 +84,8 @@ class _SaveUnderWay:
 
     def begin(self, coordinator: Coordinator) -> None:
         """Watch it in a thread."""
-        _untold.add(self)
         run_aside(coordinator, self._watch, self._outcome, name="shard-save-watch")
+        _untold.add(self)
 
     def ends_before_step(self) -> bool:
         """Wait until training may change the tensors; then count a step, unless the save's failure is due before it."""
@@ -115,7 +116,6 @@ class _SaveUnderWay:
         except Exception:
             self._agree_on_last_step(others)
             raise
-        _untold.discard(self)
 
     def _agree_on_last_step(self, others: Coordinator) -> None:
         with self._turn:
