@@ -136,21 +136,19 @@ def test_what_is_a_copy_already_is_not_copied_again(monkeypatch: pytest.MonkeyPa
 
 
 _PEAK = """
-import resource, sys, threading, torch
+import resource, sys, torch
+from pathlib import Path
 from shard_core import get_strategy
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 strategy = get_strategy("single", accelerator="cpu")
 model = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(50))  # 200 MiB
 model = strategy.setup_module(model)
 strategy.save_checkpoint(sys.argv[1] + "/first", {"step": 1}, blocking=False).wait()
-before = peak()
+now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 for step in range(2):
     strategy.save_checkpoint(sys.argv[1] + "/" + str(step), {"model": model}, blocking=False)
 strategy.teardown()
-print(peak() - before)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - now) / 2**20)
 """
 
 
@@ -163,7 +161,7 @@ def test_it_takes_the_room_of_what_this_rank_saves_once(tmp_path: Path) -> None:
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert 190 < float(done.stdout) < 230, done.stdout
+    assert 190 < float(done.stdout) < 240, done.stdout
 
 
 def test_copies_stay_as_they_were() -> None:
