@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
-from shard_core.errors import MissingCapability
+from shard_core.errors import MissingCapability, SetupError
 from shard_core.testing import models, oracle
 from shard_core.testing.training import set_up, step, whole_weights
 
@@ -217,3 +217,31 @@ def test_optimizers_of_whole_matrices_are_refused_by_name(worlds: Any, kind: str
     for message in worlds(2).run(refused, kind):
         assert kind in message
         assert "ANY_OPTIMIZER" in message
+
+
+def around(what: str, stage: int) -> str:
+    """Call what is torch's where the strategy's own is due."""
+    with get_strategy("deepspeed", stage=stage) as strategy:
+        model, optimizer = set_up(strategy, "plain", "adamw")
+        for batch in models.batches("plain", 2, _BATCH):
+            step(strategy, model, optimizer, batch)
+        before = whole_weights(strategy, model)
+        loss = model(*models.share_of(strategy, batch))
+        if what == "backward":
+            loss.backward()
+        else:
+            strategy.backward(loss, model)
+        with pytest.raises(SetupError) as error:
+            optimizer.step() if what == "step" else strategy.optimizer_step(optimizer)
+        oracle.assert_same_weights(whole_weights(strategy, model), before, 0.0)
+    optimizer.step()  # after teardown it is torch's again
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("what", "instead"), [("backward", "strategy.backward(loss"), ("step", "strategy.optimizer_step(optimizer)")]
+)
+def test_a_call_that_goes_around_the_engine_is_refused(worlds: Any, what: str, instead: str, stage: int) -> None:
+    for message in worlds(2).run(around, what, stage):
+        assert instead in message

@@ -45,6 +45,7 @@ class DeepSpeedStrategy(Strategy):
     config: DeepSpeedConfig
     _zero: dict[torch.nn.Module, ZeroModule]
     _environment: contextlib.ExitStack
+    _stepping: torch.optim.Optimizer | None = None
 
     def engine_collectives(self, name: str | None) -> Collectives:
         """Talk through a process group."""
@@ -127,6 +128,7 @@ class DeepSpeedStrategy(Strategy):
         """Let the optimizer step this rank's parts of the module's parameters."""
         if module in self._zero:
             self._zero[module].repoint(optimizer, names)
+            self._environment.callback(optimizer.register_step_pre_hook(self._check_step).remove)
         else:
             names.repoint([optimizer], module)
 
@@ -150,6 +152,9 @@ class DeepSpeedStrategy(Strategy):
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step this rank's parts and bring them to all ranks."""
         modules = self._stepped_by(optimizer)
+        if closure is None:
+            for zero in modules:
+                zero.check_averaged(optimizer)
 
         def evaluate() -> Any:
             assert closure is not None
@@ -157,9 +162,22 @@ class DeepSpeedStrategy(Strategy):
                 zero.publish()
             return closure()
 
-        optimizer.step(evaluate if closure else None, **kwargs)
+        self._stepping = optimizer
+        try:
+            optimizer.step(evaluate if closure else None, **kwargs)
+        finally:
+            self._stepping = None
         for zero in modules:
             zero.publish()
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Refuse a step that would change this rank's parts and not the module."""
+        del args, kwargs
+        if optimizer is not self._stepping:
+            raise SetupError(
+                f"{type(optimizer).__name__}.step() was called, which steps this rank's parts and not the module; "
+                "call strategy.optimizer_step(optimizer)."
+            )
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> list[ZeroModule]:
         return [zero for zero in self._zero.values() if zero.steps(optimizer)]

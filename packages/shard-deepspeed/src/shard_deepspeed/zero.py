@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shard_core.errors import SetupError
 from shard_core.gradients import LocalGradient
 from shard_core.inference_mode import NoInferenceMode
 from shard_deepspeed import _versions
@@ -121,6 +122,24 @@ class ZeroModule:
         self._layout.collect(waiting)
         for each in waiting:
             each.waits = False
+
+    def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """See that an optimizer is not stepped without gradients that were made for it.
+
+        Args:
+            optimizer: What is about to step.
+
+        Raises:
+            SetupError: If gradients of its parameters have not been averaged.
+        """
+        stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        waiting = sum(each.waits and id(each.part.values) in stepped for each in self._trained.values())
+        if waiting:
+            raise SetupError(
+                f"gradients of {waiting} parameters have not been averaged over ranks, and the step would be without "
+                "them; call strategy.backward(loss, model) instead of loss.backward(), the last one before a step "
+                "outside no_backward_sync."
+            )
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Give this rank's parts of the gradients an optimizer will step with."""
