@@ -21,6 +21,7 @@ from shard_core.testing.training import train_under
         ({"unit_bytes": True}, "unit_bytes is True"),
         ({"unit_bytes": "64MB"}, "unit_bytes is '64MB'"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward is 'no'; give True, False or None"),
+        ({"reshard_after_forward": 1}, "reshard_after_forward is 1; give True, False or None"),
         ({"unit_byte": 1}, "has no option 'unit_byte'; did you mean 'unit_bytes'"),
     ],
 )

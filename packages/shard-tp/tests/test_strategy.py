@@ -51,6 +51,7 @@ def test_sizes_make_the_mesh_and_the_samplers(
     ({"check_batches": "yes"}, "check_batches is 'yes'; give True or False"),
     ({"unit_bytes": 0}, "unit_bytes is 0"),
     ({"reshard_after_forward": 2}, "reshard_after_forward is 2"),
+    ({"reshard_after_forward": 1}, "reshard_after_forward is 1; give True, False or None"),
 ])  # fmt: skip
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidOption, match=said):

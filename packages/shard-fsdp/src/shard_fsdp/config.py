@@ -27,5 +27,5 @@ class FSDPConfig:
         """Check types and values."""
         if isinstance(self.unit_bytes, bool) or not isinstance(self.unit_bytes, int) or self.unit_bytes < 1:
             raise InvalidOption(f"unit_bytes is {self.unit_bytes!r}; give a whole number of bytes from 1 up.")
-        if self.reshard_after_forward not in (None, True, False):
+        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
             raise InvalidOption(f"reshard_after_forward is {self.reshard_after_forward!r}; give True, False or None.")
