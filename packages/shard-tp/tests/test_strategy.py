@@ -52,6 +52,7 @@ def test_sizes_make_the_mesh_and_the_samplers(
     ({"unit_bytes": 0}, "unit_bytes is 0"),
     ({"reshard_after_forward": 2}, "reshard_after_forward is 2"),
     ({"reshard_after_forward": 1}, "reshard_after_forward is 1; give True, False or None"),
+    ({"plan": {0: "colwise"}}, "plan names 0; a submodule's name is a str"),
 ])  # fmt: skip
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidOption, match=said):

@@ -49,6 +49,10 @@ class TPConfig:
                 raise InvalidOption(f"{name} is {size!r}; give a number of ranks from 1 up, or 'auto'.")
         if self.plan != "auto" and not isinstance(self.plan, Mapping):
             raise InvalidOption(f"plan is {self.plan!r}; give a dict of module names to styles, or 'auto'.")
+        if self.plan != "auto":
+            for pattern in self.plan:
+                if not isinstance(pattern, str):
+                    raise InvalidOption(f"plan names {pattern!r}; a submodule's name is a str, such as 'blocks.*.up'.")
         if self.parallelize_fn is not None and not callable(self.parallelize_fn):
             raise InvalidOption(f"parallelize_fn is {self.parallelize_fn!r}; give a function of model and mesh.")
         if self.plan != "auto" and self.parallelize_fn is not None:
