@@ -12,7 +12,7 @@ from shard_core.options import option
 #: Upstream's keywords that are declared and refused so far, with what to do instead.
 _NOT_YET = {
     "sequential_save": "every rank writes its own file, all at once",
-    "flatten_parameters": "leave it False: parameters are sharded one by one",
+    "flatten_parameters": "parameters are sharded one by one",
     "compute_dtype": "use precision='bf16-mixed', which runs autocast over float32 parameters",
     "buffer_dtype": "use precision=, which names the dtype of buffers too",
     "fp32_reduce_scatter": "gradients travel in float32 under every precision of this strategy",
