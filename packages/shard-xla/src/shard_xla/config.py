@@ -138,7 +138,7 @@ def _check_form(form: object) -> None:
 
 
 def _check_policies(wrap: object, checkpoint: object) -> None:
-    if wrap is not None and not _are_classes(wrap) and not callable(wrap):
+    if wrap is not None and not _are_classes(wrap) and (isinstance(wrap, type) or not callable(wrap)):
         raise InvalidOption(f"auto_wrap_policy is {wrap!r}; give a set of module classes, a policy, or None.")
     if checkpoint is None:
         return
