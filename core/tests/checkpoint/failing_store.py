@@ -31,17 +31,17 @@ class FailingStore(MemoryFileSystem):
 
     @classmethod
     def serve(cls, request: str, key: str, effect: Any) -> Any:
-        """Do what is asked, or fail."""
+        """Do what is asked, or fail; one request at a time, as the objects in memory ask for."""
         with cls._lock:
             cls.left -= 1
             fails = cls.left == -1 or (cls.mode == "gone" and cls.failed is not None)
             if fails and cls.failed is None:
                 cls.failed = request, key
-        if fails and cls.mode == "after":
-            effect()
-        if fails:
-            raise OSError(f"no answer to {request} of {key}")
-        return effect()
+            if fails and cls.mode == "after":
+                effect()
+            if fails:
+                raise OSError(f"no answer to {request} of {key}")
+            return effect()
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:

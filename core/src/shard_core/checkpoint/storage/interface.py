@@ -117,7 +117,7 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def listing(self) -> list[Listed]:
-        """List what is in it; nothing if it does not exist."""
+        """List what is in it; nothing if it does not exist, or is no folder."""
 
     @abc.abstractmethod
     def folders(self) -> list[Folder]:

@@ -60,9 +60,9 @@ class LocalFolder(Folder):
         return os.path.lexists(self.path / name)
 
     def listing(self) -> list[Listed]:
-        """List what is in it; nothing if it does not exist."""
+        """List what is in it; nothing if it does not exist, or is no folder."""
         listed = []
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as found:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path) as found:
             for each in found:
                 if not each.is_file(follow_symlinks=False):
                     listed.append(Listed(name=each.name, bytes=None))
