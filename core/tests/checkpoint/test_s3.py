@@ -148,7 +148,7 @@ def test_a_store_that_refuses_is_told_of_as_it_is(s3: dict[str, Any]) -> None:
         strategy.save_checkpoint("s3://no-such-bucket/run/step-1", {"step": 1}, storage_options=s3)
 
 
-@pytest.mark.parametrize("size", [1 << 10, 50 << 20])
+@pytest.mark.parametrize("size", [1 << 10, 40 << 20])
 def test_an_upload_appears_when_it_is_finished_and_else_leaves_nothing(s3: dict[str, Any], size: int) -> None:
     import s3fs
 
