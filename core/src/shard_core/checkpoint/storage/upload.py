@@ -30,9 +30,9 @@ class Upload(NewFile):
     def __init__(self, filesystem: AbstractFileSystem, key: str, url: str, size: int) -> None:
         self._url = url
         self._finished = False
-        part = max(_PART_BYTES, -(-size // _MOST_PARTS) + _PART_BYTES & -_PART_BYTES)
+        enlarged = 1 + size // (_PART_BYTES * _MOST_PARTS)
         with asking(url):
-            self._file = filesystem.open(key, "wb", block_size=part)
+            self._file = filesystem.open(key, "wb", block_size=_PART_BYTES * enlarged)
 
     def write(self, data: memoryview) -> None:
         """Append all of some bytes."""
