@@ -13,6 +13,7 @@ import pytest
 from small_checkpoint import judged, refusal, write
 
 from shard_core.checkpoint.commit import Attempt
+from shard_core.checkpoint.storage.local import LocalFolder
 
 _SPARSE = 97
 
@@ -112,9 +113,9 @@ def test_missing_files_are_noticed_and_further_ones_are_nobodys(checkpoint):
         path.unlink()
         _assert_noticed(checkpoint, path.name, 0, by_load=True)
         path.write_bytes(raw)
-    dead = Attempt.begin(checkpoint, 2)
-    for path in (dead.part_file(0), dead.tensor_file("model", 1), dead.single_file("index")):
-        path.write_bytes(b"left by a save that died")
+    dead = Attempt.begin(LocalFolder(checkpoint), 2)
+    for name in (dead.part_file(0), dead.tensor_file("model", 1), dead.single_file("index")):
+        (checkpoint / name).write_bytes(b"left by a save that died")
     (checkpoint / "model-00007-of-00009.safetensors").write_bytes(b"nobody's")
     (checkpoint / "model.safetensors").write_bytes(b"nobody's")
     assert refusal(checkpoint) is None

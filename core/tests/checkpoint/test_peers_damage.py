@@ -61,7 +61,7 @@ WEIGHT = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         _header({"weight": WEIGHT, "bias": {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}}, b"\0" * 20),
         _header({"weight": WEIGHT, "bias": {"dtype": "F32", "shape": [3], "data_offsets": [16, 24]}}),
         _header({"weight": WEIGHT, "bias": {"dtype": "F99", "shape": [2], "data_offsets": [16, 24]}}),
-        _header({"weight": WEIGHT, "bias": {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [16, 24]}}),
+        _header({"weight": WEIGHT, "bias": {"dtype": "F4", "shape": [16], "data_offsets": [16, 24]}}),
         _header({"weight": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 24]}}),
         struct.pack("<Q", 2**60) + b"{" + b"\0" * 100,
         struct.pack("<Q", 10**6) + b'{"a":' + b"[" * 10**6,

@@ -164,7 +164,7 @@ def test_paths_without_weights_get_a_sentence(tmp_path):
     }.items():
         with pytest.raises(CheckpointNotFound, match=re.escape(sentence)):
             peer_weights.load(tmp_path / name, module)
-    with pytest.raises(CheckpointError, match="is a URL"):
+    with pytest.raises(InvalidOption, match="is a URL"):
         peer_weights.load("s3://bucket/model", module)
 
 
