@@ -80,6 +80,8 @@ def generate(strategy, model, prompt, length):
 def train(strategy, args):
     strategy.seed_everything(args.seed)
     text = read_text(args.data)
+    if len(text) // 20 <= args.batch * CONTEXT:  # the twentieth that is held out must fill a batch
+        raise ValueError(f"{args.data} has only {len(text):,} bytes; give a longer text, or a smaller --batch.")
     parts = text[: -len(text) // 20], text[-len(text) // 20 :]
     loaders = [DataLoader(Windows(part), args.batch, shuffle=part is parts[0], drop_last=True) for part in parts]
     batches, held_out = (strategy.process_dataloader(loader, split_batches=True) for loader in loaders)

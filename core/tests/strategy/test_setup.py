@@ -1,6 +1,6 @@
 """Setup keeps objects, values and ties, and refuses what it cannot do."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,6 +33,19 @@ def test_one_optimizer_belongs_in_a_list() -> None:
     module = nn.Linear(2, 2)
     with pytest.raises(InvalidOption, match=r"give a list: setup_module_and_optimizers\(module, \[optimizer\]\)"):
         get_strategy("single").setup_module_and_optimizers(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+
+def test_schedulers_need_no_setup() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    given: list[Any] = [optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
+    with pytest.raises(InvalidOption, match=r"optimizers\[1\] is a LambdaLR; give torch optimizers alone"):
+        get_strategy("single").setup_module_and_optimizers(module, given)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(InvalidOption, match=r"module is 3; give a torch\.nn\.Module"):
+        get_strategy("single").setup_module(cast("Any", 3))
 
 
 @pytest.mark.parametrize("early", [True, False])

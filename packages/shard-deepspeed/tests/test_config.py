@@ -49,7 +49,13 @@ def test_a_name_stands_for_its_stage() -> None:
     with pytest.raises(InvalidOption, match="'deepspeed_stage_2' was asked for stage 1; take strategy 'deepspeed'"):
         get_strategy("deepspeed_stage_2", stage=1)
     with pytest.raises(InvalidOption, match="asked for stage 0"):
-        get_strategy("deepspeed_stage_3", zero_optimization=False)
+        get_strategy("deepspeed_stage_2", zero_optimization=False)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_stage_3"])
+def test_options_that_contradict_each_other_are_refused(name: str) -> None:
+    with pytest.raises(InvalidOption, match="zero_optimization is False and stage is 3, which shards"):
+        get_strategy(name, zero_optimization=False, **({"stage": 3} if name == "deepspeed" else {}))
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])

@@ -30,7 +30,7 @@ class Pair(nn.Module):
 def set_up(plan: dict[str, Any], **settings: Any) -> Any:
     """Set a pair up with a plan; give each weight's local shape, or the refusal."""
     frozen = settings.pop("frozen", False)
-    with get_strategy("tp", tensor_parallel_size=2, plan=plan) as strategy:
+    with get_strategy("tp", tensor_parallel_size=settings.pop("tensor_parallel_size", 2), plan=plan) as strategy:
         model = Pair(**settings)
         model.layers[0].requires_grad_(not frozen)
         try:
@@ -115,6 +115,34 @@ def test_a_function_that_splits_what_does_not_divide_is_refused(worlds: Any) -> 
 
 def by_hand() -> Any:
     return refusal({"parallelize_fn": split_unevenly}, Pair(width=7))
+
+
+def another(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return nn.Sequential(model)
+
+
+def split_into_another() -> Any:
+    return refusal({"parallelize_fn": another}, Pair())
+
+
+def test_a_function_that_returns_another_model_is_refused(worlds: Any) -> None:
+    for kind, message in worlds(2).run(split_into_another):
+        assert kind == "SetupError"
+        assert "parallelize_fn returned Sequential" in message
+
+
+def alone(plan: dict[str, Any]) -> Any:
+    return set_up(plan, tensor_parallel_size=1)
+
+
+@pytest.mark.parametrize(("plan", "said"), [
+    ({"layers.2": "colwise"}, "'layers.2', which no submodule matches"),
+    ({"layers.0": "colwyse"}, "'colwyse'; did you mean 'colwise'?"),
+])  # fmt: skip
+def test_a_group_of_one_looks_at_the_plan_too(worlds: Any, plan: dict[str, str], said: str) -> None:
+    ((kind, message),) = worlds(1).run(alone, plan)
+    assert kind == "InvalidOption"
+    assert said in message
 
 
 def without_a_plan() -> Any:

@@ -70,6 +70,12 @@ class Building(Starting):
             raise InvalidOption(
                 "optimizers is one optimizer; give a list: setup_module_and_optimizers(module, [optimizer])."
             )
+        for place, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InvalidOption(
+                    f"optimizers[{place}] is a {type(optimizer).__name__}; give torch optimizers alone, schedulers of "
+                    "learning rates need no setup."
+                )
         if len(optimizers) > 1:
             self._require(Capability.MULTIPLE_OPTIMIZERS)
         if not optimizers:
@@ -156,6 +162,8 @@ class Building(Starting):
         return self._registry.of(module).module
 
     def _set_up(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.nn.Module:
+        if not isinstance(module, torch.nn.Module):
+            raise InvalidOption(f"module is {module!r:.60}; give a torch.nn.Module.")
         if len(self._registry):
             self._require(Capability.SEVERAL_MODULES)
         if is_compiled(module):

@@ -62,6 +62,11 @@ activations yet: leave it at False.
                 raise InvalidOption(f"{name} is {getattr(self, name)!r}; give True or False.")
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise InvalidOption(f"stage is {self.stage!r}; give 0, 1, 2 or 3.")
+        if not self.zero_optimization and self.stage in (1, 3):
+            raise InvalidOption(
+                f"zero_optimization is False and stage is {self.stage}, which shards; leave one of them out, or give "
+                "stage=0."
+            )
         for name, least in _COUNTS.items():
             if not _is_count(getattr(self, name), least):
                 raise InvalidOption(f"{name} is {getattr(self, name)!r}; give a number of elements from {least} up.")

@@ -121,6 +121,8 @@ def apply_plan(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh) -> 
         SetupError: If a module or its size does not fit its style, or tied parameters would part.
     """
     chosen = _chosen(module, plan)
+    if mesh.size() == 1:
+        return  # nothing to split, but a plan with a slip in it is told of
     for name, style in chosen.items():
         _check_fits(name, module.get_submodule(name), style, mesh.size())
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shard_core import Strategy
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
-from shard_core.errors import InvalidOption
+from shard_core.errors import InvalidOption, SetupError
 from shard_core.fully_sharding import FullySharding
 from shard_core.gradients import local_gradients
 from shard_core.mesh import DATA_AXIS, MeshShape
@@ -125,10 +125,11 @@ class TPStrategy(TorchEngine, Strategy):
         """Lay a module out over the ranks of its group."""
         mesh, by_hand = self._tensor_mesh, self.config.parallelize_fn
         if by_hand is not None:
-            split_by(lambda: by_hand(module, mesh), module, mesh)
+            split_by(lambda: _in_place(by_hand(module, mesh), module), module, mesh)
+        elif self.config.plan != "auto":
+            apply_plan(module, self.config.plan, mesh)
         elif mesh.size() > 1:
-            plan = own_plan(module, mesh.size()) if self.config.plan == "auto" else self.config.plan
-            apply_plan(module, plan, mesh)
+            apply_plan(module, own_plan(module, mesh.size()), mesh)
 
     def _check_batch(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
@@ -138,3 +139,12 @@ class TPStrategy(TorchEngine, Strategy):
         names = {id(p): name for module in self._modules for name, p in module.named_parameters()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         return dict(zip((names[id(p)] for p in stepped), local_gradients(stepped), strict=True))
+
+
+def _in_place(result: object, module: torch.nn.Module) -> None:
+    """Refuse another module than the one that was to be split: it would be thrown away."""
+    if result is not None and result is not module:
+        raise SetupError(
+            f"parallelize_fn returned {result!r:.60}; let it split the model it is given in place, and return that or "
+            "nothing."
+        )
