@@ -182,8 +182,8 @@ def _killed(s3: dict[str, Any], stride: int, seconds: float) -> list[str]:
 
 
 def test_a_save_killed_at_some_requests_leaves_the_old_or_the_new_checkpoint(s3: dict[str, Any]) -> None:
-    left = _killed(s3, 11, 200)
-    assert len(left) > 2
+    left = _killed(s3, 6, 200)
+    assert len(left) > 3
     assert left == sorted(left, reverse=True)
     assert {left[0], left[-1]} == {"old", "new"}
 
@@ -191,6 +191,6 @@ def test_a_save_killed_at_some_requests_leaves_the_old_or_the_new_checkpoint(s3:
 @pytest.mark.long
 def test_a_save_killed_at_any_request_leaves_the_old_or_the_new_checkpoint(s3: dict[str, Any]) -> None:
     left = _killed(s3, 1, 1800)
-    assert len(left) > 25
+    assert len(left) > 15
     assert left == sorted(left, reverse=True)
     assert {left[0], left[-1]} == {"old", "new"}
