@@ -37,7 +37,7 @@ def save(strategy_name: str, run: Path, steps: list[int], retention: Retention |
 
 
 def refuse(strategy_name: str, folder: str) -> str:
-    with get_strategy(strategy_name) as strategy, pytest.raises(Exception, match="is a URL") as caught:
+    with get_strategy(strategy_name) as strategy, pytest.raises(Exception, match="does not know") as caught:
         strategy.latest_checkpoint(folder)
     return f"{caught.type.__name__}: {caught.value}"
 
@@ -58,8 +58,8 @@ def test_all_ranks_resume_from_what_rank_0_sees(worlds: Any, tmp_path: Path, str
 
 
 def test_what_rank_0_cannot_look_at_is_an_error_on_every_rank(worlds: Any) -> None:
-    told = worlds(2).run(refuse, "ddp", "s3://bucket/run")
-    assert all("is a URL" in each and each.startswith("CheckpointError") for each in told)
+    told = worlds(2).run(refuse, "ddp", "memori://run")
+    assert told == ["InvalidOption: 'memori://run' is of a kind that fsspec does not know; did you mean 'memory'?"] * 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
