@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -110,7 +112,8 @@ class ProcessGroupCollectives(Collectives):
         op = reduce_op_named(reduce_op)
         check_mean(op, tensor)
         result = tensor.detach().to(self._reachable(tensor), copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(result, op=_OPS.get(op, dist.ReduceOp.SUM), group=group)
+        with _told("a reduction"):
+            dist.all_reduce(result, op=_OPS.get(op, dist.ReduceOp.SUM), group=group)
         return (result.div_(dist.get_world_size(group)) if op == "mean" else result).to(tensor.device)
 
     def _reachable(self, tensor: torch.Tensor) -> torch.device:
@@ -121,20 +124,23 @@ class ProcessGroupCollectives(Collectives):
         """Collect a tensor of the same shape from every rank."""
         if sync_grads:
             return cast("torch.Tensor", _AllGather.apply(tensor, group))  # type: ignore[no-untyped-call]
-        return _gather(tensor, group)
+        with _told("a gather"):
+            return _gather(tensor, group)
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
         """Return rank ``src``'s ``value`` on every rank."""
         if not 0 <= src < self.world_size:
             raise CollectiveError(f"there is no rank {src} to broadcast from; ranks are 0 to {self.world_size - 1}.")
         box = [value]
-        dist.broadcast_object_list(box, src=src)
+        with _told("a broadcast"):
+            dist.broadcast_object_list(box, src=src)
         return box[0]
 
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's ``value`` on every rank, in rank order."""
         values: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        with _told("an exchange"):
+            dist.all_gather_object(values, value)
         return cast("list[T]", values)
 
     def barrier(self, name: str = "barrier") -> None:
@@ -167,6 +173,19 @@ class ProcessGroupCollectives(Collectives):
 
 def _not_connected() -> CollectiveError:
     return CollectiveError("these collectives are not connected; call setup_environment() first.")
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say what torch's error about another rank means."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).split("\n", 1)[0].rstrip(".")
+        raise CollectiveError(
+            f"rank {dist.get_rank()} waited in {what} in vain: {reason}; a rank that has died or left tells why in its "
+            "own output."
+        ) from error
 
 
 def _check_backend(backend: str) -> None:
