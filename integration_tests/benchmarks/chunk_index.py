@@ -21,7 +21,8 @@ from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.index import Chunk, ChunkIndex, TensorRecord
 from shard_core.checkpoint.merging import merge_parts
 from shard_core.checkpoint.part import Part, decode_part, encode_part, index_of
-from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord
+from shard_core.checkpoint.storage.record import FileRecord
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES
 
 TENSORS, READERS, ATTEMPT = 640, 1000, "0123456789ab"
 

@@ -19,7 +19,7 @@ from shard_core.checkpoint.index import TensorRecord
 from shard_core.checkpoint.part import decode_part, decode_tensors, encode_part, index_of
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
 from shard_core.checkpoint.storage.local import LocalFolder
-from shard_core.checkpoint.tensor_file import FileRecord
+from shard_core.checkpoint.storage.record import FileRecord
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.checkpoint.verify import verify
 from shard_core.errors import CheckpointError, InvalidOption

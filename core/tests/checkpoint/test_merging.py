@@ -11,7 +11,8 @@ from shard_core.checkpoint.box import Box, boxes_of_range
 from shard_core.checkpoint.index import Chunk, ChunkIndex, TensorRecord
 from shard_core.checkpoint.merging import merge_parts
 from shard_core.checkpoint.part import Part, decode_part, encode_part, index_of
-from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord
+from shard_core.checkpoint.storage.record import FileRecord
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES
 from shard_core.errors import CheckpointError
 
 _ATTEMPT = "0123456789ab"

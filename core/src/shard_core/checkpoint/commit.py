@@ -12,7 +12,7 @@ import xxhash
 
 from shard_core.checkpoint.folder import is_committed
 from shard_core.checkpoint.manifest import FILE_NAME, MANIFEST_NAME
-from shard_core.checkpoint.tensor_file import FileRecord
+from shard_core.checkpoint.storage.record import FileRecord
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ import safetensors.numpy
 
 from shard_core.checkpoint.cut import Cut
 from shard_core.checkpoint.dtypes import ITEM_SIZES
-from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.box import Box, Integers
+    from shard_core.checkpoint.storage.record import FileRecord
 
 Columns = dict[str, npt.NDArray[Any]]
 

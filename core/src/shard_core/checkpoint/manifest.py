@@ -13,7 +13,7 @@ import xxhash
 from shard_core.checkpoint.dtypes import ITEM_SIZES
 from shard_core.checkpoint.fields import Fields, shown
 from shard_core.checkpoint.index import TensorRecord
-from shard_core.checkpoint.tensor_file import FileRecord
+from shard_core.checkpoint.storage.record import FileRecord
 from shard_core.errors import CheckpointCorrupted
 
 MANIFEST_NAME = "manifest.json"

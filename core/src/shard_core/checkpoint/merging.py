@@ -15,7 +15,7 @@ from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.box import Integers
-    from shard_core.checkpoint.tensor_file import FileRecord
+    from shard_core.checkpoint.storage.record import FileRecord
 
 _OF_CHUNKS = ("offsets", "sizes", "file", "begin", "digests")
 

@@ -17,7 +17,7 @@ from shard_core.checkpoint.manifest import read_file, read_tensor
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.tensor_file import FileRecord
+    from shard_core.checkpoint.storage.record import FileRecord
 
 #: The columns of a part record besides those of its index.
 _TENSORS, _ABOUT = "tensors", "about"

@@ -16,13 +16,14 @@ from shard_core.checkpoint.merging import merge_parts
 from shard_core.checkpoint.part import Part, decode_part, encode_part, index_of
 from shard_core.checkpoint.reading import TensorReader
 from shard_core.checkpoint.shard import TensorShard
-from shard_core.checkpoint.tensor_file import Entry, FileRecord, TensorFileWriter
+from shard_core.checkpoint.tensor_file import Entry, TensorFileWriter
 from shard_core.checkpoint.values import encode
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
+    from shard_core.checkpoint.storage.record import FileRecord
     from shard_core.checkpoint.values import JSON
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Self
 import xxhash
 
 from shard_core.checkpoint.dtypes import ITEM_SIZES
-from shard_core.errors import CheckpointCorrupted, CheckpointError
+from shard_core.checkpoint.storage.record import FileRecord
+from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -23,32 +24,6 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 22
 _ALIGNMENT = 64
 _STAGED_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FileRecord:
-    """One file of a checkpoint.
-
-    Attributes:
-        path: Its name in the checkpoint's folder.
-        bytes: Its length.
-        digest: xxh3 of its header, as 16 hexadecimal digits; the data have digests by block.
-    """
-
-    path: str
-    bytes: int
-    digest: str
-
-    def check_length(self, length: int) -> None:
-        """Compare with the length that is found.
-
-        Raises:
-            CheckpointCorrupted: If it is another.
-        """
-        if length != self.bytes:
-            raise CheckpointCorrupted(
-                f"{self.path!r} has {length} bytes, but {self.bytes} were committed; it was cut short or replaced."
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,13 @@ from shard_core.checkpoint.dtypes import ITEM_SIZES
 from shard_core.checkpoint.folder import read_index, read_manifest
 from shard_core.checkpoint.manifest import FILE_NAME, Manifest
 from shard_core.checkpoint.storage.opening import open_folder
-from shard_core.checkpoint.tensor_file import BLOCK_BYTES, FileRecord, header_is_intact
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES, header_is_intact
 from shard_core.errors import CheckpointCorrupted, CheckpointNotFound
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.index import Chunk, TensorRecord
     from shard_core.checkpoint.storage.interface import Folder
+    from shard_core.checkpoint.storage.record import FileRecord
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

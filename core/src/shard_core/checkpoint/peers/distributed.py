@@ -37,18 +37,19 @@ class DistributedFolder(Weights):
     chunks: Mapping[str, tuple[Chunk, ...]]
 
     @classmethod
-    def of(cls, path: Path, key: str | None) -> Self:
+    def of(cls, path: Path, metadata_file: Path, key: str | None) -> Self:
         """Describe a folder.
 
         Args:
             path: The folder.
+            metadata_file: What in it tells where its tensors are.
             key: Which state dict in it; None if it is one itself.
 
         Raises:
             CheckpointCorrupted: If its metadata are not such as torch writes.
             InvalidOption: If it must be said which state dict is meant.
         """
-        metadata = read_metadata(path)
+        metadata = read_metadata(metadata_file)
         places = choose(metadata.entries, key, path)
         found = {name: metadata.entries[place] for name, place in places.items()}
         tensors = {name: entry for name, entry in found.items() if isinstance(entry, Layout)}

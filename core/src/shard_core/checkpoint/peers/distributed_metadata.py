@@ -13,7 +13,6 @@ import torch
 from shard_core._versions import METADATA_CLASSES, METADATA_LAYOUT, METADATA_SIZE
 from shard_core.checkpoint.box import Box, tiling_flaw
 from shard_core.checkpoint.peers.inert_pickle import Record, load_inert
-from shard_core.checkpoint.peers.recognition import METADATA_NAME
 from shard_core.checkpoint.peers.safetensors_files import check_inside
 from shard_core.checkpoint.peers.weights import Layout
 from shard_core.errors import CheckpointCorrupted
@@ -54,15 +53,15 @@ class DistributedMetadata:
     chunks: Mapping[Place, tuple[Chunk, ...]]
 
 
-def read_metadata(folder: Path) -> DistributedMetadata:
-    """Read the metadata of a folder.
+def read_metadata(path: Path) -> DistributedMetadata:
+    """Read the file of metadata of a folder.
 
     Raises:
         CheckpointCorrupted: If it names anything but what such metadata consist of, or contradicts itself.
     """
-    with (folder / METADATA_NAME).open("rb") as file:
+    with path.open("rb") as file:
         raw = file.read(_MOST_BYTES + 1)
-    owner = repr(str(folder / METADATA_NAME))
+    owner = repr(str(path))
     if len(raw) > _MOST_BYTES:
         raise CheckpointCorrupted(f"{owner} is longer than any metadata.")
     content = load_inert(raw, owner, METADATA_CLASSES, _values())

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shard_core.checkpoint.folder import is_committed
+from shard_core.checkpoint.manifest import MANIFEST_NAME
 from shard_core.checkpoint.storage.local import LocalFolder
 from shard_core.checkpoint.storage.opening import is_url
 from shard_core.errors import CheckpointError, CheckpointNotFound, InvalidOption, nearest
@@ -15,7 +15,7 @@ from shard_core.errors import CheckpointError, CheckpointNotFound, InvalidOption
 if TYPE_CHECKING:
     from shard_core.checkpoint.peers.weights import Weights
 
-METADATA_NAME = ".metadata"
+_METADATA_NAME = ".metadata"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -55,10 +55,10 @@ def find_weights(path: Path, key: str | None) -> Weights:
     from shard_core.checkpoint.peers.safetensors_files import SafetensorsFiles
     from shard_core.checkpoint.peers.torch_file import TorchFile
 
-    if is_committed(LocalFolder(path)):
+    if LocalFolder(path).holds(MANIFEST_NAME):
         raise CheckpointError(f"{str(path)!r} is a checkpoint of Shard's own; load_checkpoint() loads it.")
     if _is_distributed(path):
-        return DistributedFolder.of(path, key)
+        return DistributedFolder.of(path, path / _METADATA_NAME, key)
     if path.is_file() and _is_zip(path):
         return TorchFile.of(path, key)
     file = _safetensors(path)
@@ -81,7 +81,7 @@ def holds_weights(path: Path) -> bool:
 
 
 def _is_distributed(path: Path) -> bool:
-    return (path / METADATA_NAME).is_file()
+    return (path / _METADATA_NAME).is_file()
 
 
 def _is_zip(path: Path) -> bool:

@@ -11,8 +11,8 @@ from shard_core.checkpoint.storage.mapping import FileMaps, FileRange, MappedFil
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from shard_core.checkpoint.storage.record import FileRecord
     from shard_core.checkpoint.storage.remote import RemoteFolder
-    from shard_core.checkpoint.tensor_file import FileRecord
 
 #: What one request asks for at most: several together are faster than a long one.
 _REQUEST_BYTES = 1 << 23

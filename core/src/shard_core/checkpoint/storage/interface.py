@@ -12,7 +12,7 @@ from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.mapping import FileMaps
-    from shard_core.checkpoint.tensor_file import FileRecord
+    from shard_core.checkpoint.storage.record import FileRecord
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

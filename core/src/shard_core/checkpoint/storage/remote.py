@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
     from shard_core.checkpoint.storage.mapping import FileMaps
-    from shard_core.checkpoint.tensor_file import FileRecord
+    from shard_core.checkpoint.storage.record import FileRecord
 
 
 @dataclasses.dataclass(frozen=True)

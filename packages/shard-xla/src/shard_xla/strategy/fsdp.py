@@ -23,6 +23,7 @@ from shard_xla.config import XLAFSDPConfig
 from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
 from shard_xla.strategy.compiling import RecompilationWatch
+from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.layout import Layout, check_on_host, release
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class _Sharded:
     layout: Layout
 
 
-class XLAFSDPStrategy(Strategy):
+class XLAFSDPStrategy(XLAEngine, Strategy):
     """Keeps on every rank only a shard of parameters, gradients and optimizer state, on an XLA device.
 
     On CPUs the ranks talk through the host: training as on TPUs, to develop and test with, not to be fast.
@@ -77,23 +78,6 @@ class XLAFSDPStrategy(Strategy):
                 "forward and backward waits for messages between host processes."
             )
         return None
-
-    def engine_seed(self, seed: int) -> None:
-        """Seed the device."""
-        runtime.seed(seed)
-
-    def engine_random_state(self) -> torch.Tensor:
-        """Tell where the generator of the device stands."""
-        return runtime.random_state()
-
-    def engine_set_random_state(self, state: torch.Tensor) -> None:
-        """Put the generator of the device where it stood."""
-        runtime.set_random_state(state)
-
-    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Build as plain PyTorch does, on the host; setup shards unit by unit."""
-        del empty_init
-        return contextlib.nullcontext()
 
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
@@ -146,10 +130,6 @@ class XLAFSDPStrategy(Strategy):
             units.forget(root)
         torch_xla.sync()
         self._watch.step()
-
-    def engine_checkpoint_form(self) -> str | None:
-        """Write what the option says."""
-        return self.config.state_dict_type
 
     def engine_state(
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]

@@ -19,6 +19,7 @@ from shard_xla.config import XLASPMDConfig
 from shard_xla.plugin import SPMD
 from shard_xla.strategy import runtime, spreading
 from shard_xla.strategy.compiling import RecompilationWatch
+from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.layout import Layout, check_on_host, release
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from shard_core.parameters import ParameterNames
 
 
-class XLASPMDStrategy(TorchEngine, Strategy):
+class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     """Spreads parameters, gradients, optimizer state and samples over all XLA devices of one process.
 
     To torch every tensor is whole and there is one rank, which sees the global batch; the compiler
@@ -60,23 +61,6 @@ class XLASPMDStrategy(TorchEngine, Strategy):
         self._watch = RecompilationWatch()
         self._devices = spreading.make_mesh()
         return None
-
-    def engine_seed(self, seed: int) -> None:
-        """Seed the devices."""
-        runtime.seed(seed)
-
-    def engine_random_state(self) -> torch.Tensor:
-        """Tell where the generator of the devices stands."""
-        return runtime.random_state()
-
-    def engine_set_random_state(self, state: torch.Tensor) -> None:
-        """Put the generator of the devices where it stood."""
-        runtime.set_random_state(state)
-
-    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Build as plain PyTorch does, on the host."""
-        del empty_init
-        return contextlib.nullcontext()
 
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
@@ -112,10 +96,6 @@ class XLASPMDStrategy(TorchEngine, Strategy):
         super().engine_step(optimizer, closure, **kwargs)
         torch_xla.sync()
         self._watch.step()
-
-    def engine_checkpoint_form(self) -> str | None:
-        """Write what the option says."""
-        return self.config.state_dict_type
 
     def engine_state(
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]

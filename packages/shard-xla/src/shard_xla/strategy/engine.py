@@ -1,0 +1,41 @@
+"""What is alike in every engine whose tensors live on XLA devices."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from shard_core.strategy.engine import Engine
+from shard_xla.strategy import runtime
+
+if TYPE_CHECKING:
+    import torch
+
+    from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
+
+
+class XLAEngine(Engine):
+    """Builds on the host and draws random numbers on the device; to be inherited beside ``Strategy``, before it."""
+
+    config: XLAFSDPConfig | XLASPMDConfig
+
+    def engine_seed(self, seed: int) -> None:
+        """Seed the device."""
+        runtime.seed(seed)
+
+    def engine_random_state(self) -> torch.Tensor:
+        """Tell where the generator of the device stands."""
+        return runtime.random_state()
+
+    def engine_set_random_state(self, state: torch.Tensor) -> None:
+        """Put the generator of the device where it stood."""
+        runtime.set_random_state(state)
+
+    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
+        """Build as plain PyTorch does, on the host; setup takes the module to the device."""
+        del empty_init
+        return contextlib.nullcontext()
+
+    def engine_checkpoint_form(self) -> str | None:
+        """Write what the option says."""
+        return self.config.state_dict_type
