@@ -1,5 +1,6 @@
 """What a user saves comes back in place; what does not fit is said."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,16 @@ from torch import nn
 
 from shard_core import get_strategy
 from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
-from shard_core.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, MissingCapability, SetupError
+from shard_core.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    InvalidOption,
+    MissingCapability,
+    SetupError,
+    ShardError,
+)
+from shard_core.testing.world import World
 
 
 def ready(seed: int, **options: Any) -> Any:
@@ -143,3 +153,89 @@ def test_storage_that_cannot_tell_the_newest_says_so() -> None:
     strategy = get_strategy("single", checkpoint_io=Elsewhere())
     with pytest.raises(MissingCapability, match="Elsewhere cannot tell which checkpoint in 'run' is the newest"):
         strategy.latest_checkpoint("run")
+
+
+@pytest.mark.parametrize("path", [None, 3, b"run/step-1"])
+def test_a_path_that_is_none_is_refused_in_a_sentence(path: Any) -> None:
+    strategy, state = ready(0)
+    for call in (
+        lambda: strategy.save_checkpoint(path, state),
+        lambda: strategy.load_checkpoint(path, state),
+        lambda: strategy.load_weights(path, state["model"]),
+        lambda: strategy.latest_checkpoint(path),
+    ):
+        with pytest.raises(
+            InvalidOption, match=r"the path is .*, of type .*; it must be a string or a pathlib\.Path\."
+        ):
+            call()
+
+
+@pytest.mark.parametrize("state", [3, [("step", 1)], "step"])
+def test_a_state_that_is_no_dict_is_refused_in_a_sentence(tmp_path: Path, state: Any) -> None:
+    with get_strategy("single") as strategy:
+        strategy.save_checkpoint(tmp_path / "c", {"step": 1})
+        for call in (strategy.save_checkpoint, strategy.load_checkpoint):
+            with pytest.raises(InvalidOption, match=r"state is of type .*; it must be a dict, by keys of your choice"):
+                call(tmp_path / "c", state)
+
+
+def test_a_form_that_is_none_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with get_strategy("single") as strategy, pytest.raises(InvalidOption, match="it must be one of: sharded, full"):
+        strategy.save_checkpoint(tmp_path / "c", {"step": 1}, state_dict_type=3)  # type: ignore[arg-type]
+
+
+class Speechless:
+    """Something stateful that cannot tell its state on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._rank == 1:
+            raise OSError("nothing to say")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def errs_on_one_rank(folder: Path) -> list[str]:
+    """Make each of several mistakes on rank 1 only, and say what this rank raised."""
+    said = []
+    with get_strategy("ddp", guard_timeout=timedelta(seconds=30)) as strategy:
+        first = strategy.global_rank == 0
+        strategy.save_checkpoint(folder / "c", {"step": 1})
+        for call in (
+            lambda: strategy.save_checkpoint(folder / "c" if first else None, {"step": 1}),  # type: ignore[arg-type]
+            lambda: strategy.save_checkpoint(folder / "c", {"step": 1} if first else 3),  # type: ignore[arg-type]
+            lambda: strategy.save_checkpoint(folder / "c", {"mine": Speechless(strategy.global_rank)}),
+            lambda: strategy.save_checkpoint(folder / "c", {}, state_dict_type="full" if first else "ful"),
+            lambda: strategy.save_checkpoint(folder / "c", {}, state_dict_type="full" if first else None),
+            lambda: strategy.save_checkpoint(folder / "c", {}, blocking=first),
+            lambda: strategy.load_checkpoint(folder / "c", {} if first else {"model": nn.Linear(1, 1)}),
+            lambda: strategy.latest_checkpoint(folder if first else None),  # type: ignore[arg-type]
+        ):
+            try:
+                call()
+            except ShardError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        assert strategy.load_checkpoint(folder / "c") == {"step": 1}
+    return said
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all_and_keeps_none_waiting(tmp_path: Path) -> None:
+    with World(2) as world:
+        told = world.run(errs_on_one_rank, tmp_path)
+    parts = (
+        "the path is None",
+        "state is of type int",
+        "OSError: nothing to say",
+        "state_dict_type 'ful' is none of",
+        "rank 1 was given state_dict_type 'sharded', rank 0 'full'",
+        "rank 1 saves with blocking=False, rank 0 with blocking=True",
+        "this Linear was not set up",
+        "the path is None",
+    )
+    for sentences in told:
+        assert len(sentences) == len(parts), sentences
+        assert all(part in sentence for part, sentence in zip(parts, sentences, strict=True)), sentences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import check_same_path, together
@@ -64,7 +64,10 @@ class ShardedCheckpointIO(CheckpointIO):
         blocking: bool | None = None,
     ) -> SaveHandle:
         """Write a checkpoint, behind training only if ``blocking`` is False; see ``CheckpointIO.save``."""
-        form = _form(state_dict_type)
+        behind = blocking is False
+        asked = together(coordinator, f"saving {os.fspath(path)!r}", lambda: (_form(state_dict_type), behind))
+        _check_same_way(asked)
+        form, _ = asked[0]
 
         def write(state: TrainingState, values: Mapping[str, Any], coordinator: Coordinator) -> SaveHandle:
             save = _Save(path, storage_options, form, coordinator)
@@ -73,7 +76,7 @@ class ShardedCheckpointIO(CheckpointIO):
             return save.commit(self._retention)
 
         kept = state if filter is None else FilteredState(state, filter)
-        if blocking is False:
+        if behind:
             return save_behind_training(path, kept, values, coordinator, write)
         return write(kept, values, coordinator)
 
@@ -216,8 +219,26 @@ class _Save:
         attempt.publish(step, {file.path for file in (*manifest.files, manifest.index)})
 
 
+def _check_same_way(asked: Sequence[tuple[str, bool]]) -> None:
+    """Make sure that all ranks save in one form, and all at once or all behind training."""
+    for rank, (form, behind) in enumerate(asked):
+        if form != asked[0][0]:
+            raise CheckpointError(
+                f"rank {rank} was given state_dict_type {form!r}, rank 0 {asked[0][0]!r}; give all ranks the same."
+            )
+        if behind != asked[0][1]:
+            raise CheckpointError(
+                f"rank {rank} saves with blocking={not behind}, rank 0 with blocking={not asked[0][1]}; give all ranks "
+                "the same."
+            )
+
+
 def _form(state_dict_type: str | None) -> str:
-    form = state_dict_type or "sharded"
+    form = "sharded" if state_dict_type is None else state_dict_type
+    if not isinstance(form, str):
+        raise InvalidOption(
+            f"state_dict_type is {form!r}, of type {type(form).__name__}; it must be one of: {', '.join(_FORMS)}."
+        )
     if form not in _FORMS:
         raise InvalidOption(
             f"state_dict_type {state_dict_type!r} is none of: {', '.join(_FORMS)}{nearest(form, _FORMS) or '.'}"

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,7 +15,8 @@ from shard_core.checkpoint.assembly import full_tensors
 from shard_core.checkpoint.contents import Contents
 from shard_core.checkpoint.own_keys import OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.peers.loading import load_weights
-from shard_core.errors import CheckpointError
+from shard_core.checkpoint.storage.opening import check_path
+from shard_core.errors import CheckpointError, InvalidOption
 from shard_core.strategy.random_state import check_random_state, gather_random_state, take_up
 from shard_core.strategy.talking import Talking
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.interface import SaveHandle
     from shard_core.checkpoint.peers.comparison import Names
     from shard_core.checkpoint.state import TrainingState
+
+T = TypeVar("T")
 
 #: Under which key a checkpoint keeps the state of the precision: the gradient scaler's.
 PRECISION_KEY = f"{OWN_KEYS}precision"
@@ -69,11 +72,16 @@ class Remembering(Talking):
         """
         self._saves.settle()
         self.barrier(f"save_checkpoint of {path}")
-        contents = self._contents(state)
+
+        def take_apart() -> tuple[Contents, dict[str, Any]]:
+            contents = self._contents(state)
+            return contents, contents.values()
+
+        contents, values = self._on_all_ranks("saving", path, take_apart)
         handle = self.checkpoint_io.save(
             path,
             self.engine_state(contents.modules, contents.optimizers),
-            {**contents.values(), RANDOM_KEY: self._random_state()},
+            {**values, RANDOM_KEY: self._random_state()},
             coordinator=self.collectives,
             information={
                 "strategy": self.info.name,
@@ -115,7 +123,7 @@ class Remembering(Talking):
         """
         self._saves.settle()
         self.barrier(f"load_checkpoint of {path}")
-        contents = self._contents(state or {})
+        contents = self._on_all_ranks("loading", path, lambda: self._contents({} if state is None else state))
         tensors = contents.modules or contents.optimizers
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
         # Checked with all else: a value found lacking after the tensors were filled would come too late.
@@ -176,7 +184,8 @@ class Remembering(Talking):
         """
         self._saves.settle()
         self.barrier(f"load_weights of {path}")
-        state = self.engine_state({"model": self._registry.of(module).module}, {})
+        known = self._on_all_ranks("loading", path, lambda: self._registry.of(module))
+        state = self.engine_state({"model": known.module}, {})
         left = load_weights(path, state, coordinator=self.collectives, key=key, names=names, cast=cast, strict=strict)
         if left:
             warnings.warn(f"left as they were: {'; '.join(left)}.", stacklevel=2)
@@ -203,11 +212,12 @@ class Remembering(Talking):
         self.barrier(f"latest_checkpoint of {folder}")
 
         def look() -> Path | str | None:
+            check_path(folder)
             if not self.is_global_zero:
                 return None
             return self.checkpoint_io.latest(folder, storage_options=storage_options)
 
-        return together(self.collectives, f"looking for checkpoints in {os.fspath(folder)!r}", look)[0]
+        return together(self.collectives, f"looking for checkpoints in {str(folder)!r}", look)[0]
 
     def module_state_dict(self, module: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
         """Give a module's parameters and persistent buffers under the user's own names.
@@ -279,7 +289,20 @@ class Remembering(Talking):
         else:
             self.engine_set_random_state(state)
 
+    def _on_all_ranks(self, doing: str, path: str | os.PathLike[str], prepare: Callable[[], T]) -> T:
+        """Prepare on this rank; if that fails on any, all raise it, and none waits for one that has given up."""
+        prepared: list[T] = []
+
+        def phase() -> None:
+            check_path(path)
+            prepared.append(prepare())
+
+        together(self.collectives, f"{doing} {str(path)!r}", phase)
+        return prepared[0]
+
     def _contents(self, state: Mapping[str, Any]) -> Contents:
+        if not isinstance(state, Mapping):
+            raise InvalidOption(f"state is of type {type(state).__name__}; it must be a dict, by keys of your choice.")
         for key in state:
             if isinstance(key, str) and key.startswith(OWN_KEYS):
                 raise CheckpointError(

@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 _BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
+def check_path(path: object) -> None:
+    """Make sure that a path is one.
+
+    Raises:
+        InvalidOption: If it is of a type that names no folder; says what to give instead.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise InvalidOption(
+            f"the path is {path!r}, of type {type(path).__name__}; it must be a string or a pathlib.Path."
+        )
+
+
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Tell whether a path is a URL.
 
