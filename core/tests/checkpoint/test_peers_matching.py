@@ -213,3 +213,12 @@ def test_ranks_with_unlike_paths_or_modules_are_told(tmp_path):
         assert isinstance(error, CheckpointError)
         assert "rank 1 was given the path" in str(error)
     all_ranks(2, unlike_modules)
+
+
+def test_a_tensor_that_names_takes_away_is_not_said_to_be_missing_from_the_files(tmp_path):
+    here = nn.Linear(2, 2)
+    path = peer_weights.write_torch(tmp_path / "weights.pt", here.state_dict())
+    with pytest.raises(CheckpointMismatch) as raised:
+        peer_weights.load(path, here, names={"weight": None})
+    assert "'weight' is not filled: names drops that of the files, or gives it another name" in str(raised.value)
+    assert "did you mean 'weight'" not in str(raised.value)

@@ -111,7 +111,9 @@ class WeightsComparison:
             else:
                 self.sources.setdefault(live, []).append(name)
         for live in self._shards:
-            if live not in self.sources:
+            if live not in self.sources and live in stored:
+                self._refuse(live, f"{live!r} is not filled: names drops that of the files, or gives it another name")
+            elif live not in self.sources:
                 self._refuse(live, f"{live!r} is not in the files{self._hint(live, stored)}")
         for name in names if isinstance(names, Mapping) else ():
             if name not in stored:
