@@ -239,3 +239,18 @@ def test_a_mistake_on_one_rank_is_an_error_on_all_and_keeps_none_waiting(tmp_pat
     for sentences in told:
         assert len(sentences) == len(parts), sentences
         assert all(part in sentence for part, sentence in zip(parts, sentences, strict=True)), sentences
+
+
+def test_storage_that_returns_no_handle_is_told_to(tmp_path: Path) -> None:
+    class Forgetful(CheckpointIO):
+        def save(self, path: Any, state: Any, values: Any, **options: Any) -> SaveHandle:
+            return None  # type: ignore[return-value]
+
+        def load(self, path: Any, state: Any, **options: Any) -> LoadedCheckpoint:
+            raise NotImplementedError
+
+    with (
+        get_strategy("single", checkpoint_io=Forgetful()) as strategy,
+        pytest.raises(CheckpointError, match=r"Forgetful\.save returned None; let it return a SaveHandle"),
+    ):
+        strategy.save_checkpoint(tmp_path / "c", {"step": 1})

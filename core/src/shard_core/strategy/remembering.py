@@ -13,6 +13,7 @@ import torch
 from shard_core.checkpoint.agreement import together
 from shard_core.checkpoint.assembly import full_tensors
 from shard_core.checkpoint.contents import Contents
+from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.own_keys import OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.peers.loading import load_weights
 from shard_core.checkpoint.storage.opening import check_path
@@ -23,7 +24,6 @@ from shard_core.strategy.talking import Talking
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shard_core.checkpoint.interface import SaveHandle
     from shard_core.checkpoint.peers.comparison import Names
     from shard_core.checkpoint.state import TrainingState
 
@@ -93,6 +93,11 @@ class Remembering(Talking):
             state_dict_type=state_dict_type or self.engine_checkpoint_form(),
             blocking=blocking,
         )
+        if not isinstance(handle, SaveHandle):
+            raise CheckpointError(
+                f"{type(self.checkpoint_io).__name__}.save returned {handle!r}; let it return a SaveHandle, such as "
+                "SaveHandle.finished(path)."
+            )
         return self._saves.watch(handle, self.collectives)
 
     def load_checkpoint(
