@@ -31,6 +31,10 @@ def _process():
     return os.getpid()
 
 
+def _hash():
+    return hash("a word")
+
+
 def _draw():
     return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
@@ -135,6 +139,11 @@ def test_ranks_live_on_and_a_call_costs_milliseconds(worlds):
 
 def test_tensors_come_back(worlds):
     assert [t.tolist() for t in worlds(2).run(_tensor)] == [[0, 1, 2], [1, 2, 3]]
+
+
+def test_ranks_hash_words_differently_as_processes_do(worlds):
+    first, second = worlds(2).run(_hash)
+    assert first != second
 
 
 def test_every_call_draws_the_same_random_numbers(worlds):

@@ -6,13 +6,16 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Pipe
 from pathlib import Path
+
+from shard_core.testing.fork_server import Surroundings, fork_server
+
+_END_SECONDS = 5.0
 
 
 class RankProcess:
@@ -35,22 +38,23 @@ class RankProcess:
         self._log = Path(self._folder.name) / "output.txt"
         self._seen = 0
         self.connection, theirs = Pipe()
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), *sys.path],
-                env={**os.environ, **environment, **_environment(rank, size, port)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # an interrupt in the terminal is the parent's to handle
-            )
+        self._server = fork_server(rank)
+        surroundings = Surroundings(
+            environment={**os.environ, **environment, **_environment(rank, size, port)},
+            path=tuple(sys.path),
+            folder=os.getcwd(),
+            output=self._log,
+        )
+        self._pid = self._server.fork(surroundings, theirs.fileno())
+        self._exit_code: int | None = None
         theirs.close()
 
     @property
     def exit_code(self) -> int | None:
         """How it ended, or ``None`` while it lives."""
-        return self._process.poll()
+        if self._exit_code is None:
+            self._exit_code = self._server.exit_code(self._pid)
+        return self._exit_code
 
     def send(self, request: bytes) -> None:
         """Hand it a request; a dead rank shows when its answer is awaited."""
@@ -63,8 +67,7 @@ class RankProcess:
         try:
             return self.connection.recv_bytes()
         except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=5)
+            self._wait()
             return None
 
     def printed(self, lines: int = 40) -> str:
@@ -74,7 +77,7 @@ class RankProcess:
     def stack(self) -> str:
         """Return where it is now, innermost call first, or what it printed last if it does not answer."""
         before = self._log.stat().st_size
-        os.kill(self._process.pid, signal.SIGUSR1)
+        os.kill(self._pid, signal.SIGUSR1)
         deadline = time.monotonic() + 1.0
         while self._log.stat().st_size == before and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -85,22 +88,20 @@ class RankProcess:
         """End it and whatever it started, at once."""
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self._pid, signal.SIGKILL)
+        self._wait()
         self._folder.cleanup()
+
+    def _wait(self) -> None:
+        """Wait until it has ended, for a process that is about to."""
+        deadline = time.monotonic() + _END_SECONDS
+        while self.exit_code is None and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _read(self, start: int) -> str:
         with self._log.open("rb") as log:
             log.seek(start)
             return log.read().decode(errors="replace")
-
-
-_COMMAND = """\
-import sys
-descriptor, sys.path[:] = int(sys.argv[1]), sys.argv[2:]
-from shard_core.testing.rank import serve
-serve(descriptor)
-"""
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -141,7 +141,9 @@ def _talk() -> None:
 
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, dist.get_rank())
-    dist.destroy_process_group(dist.new_group())
+    group = dist.new_group()
+    dist.barrier(group)  # a rank that leaves a group early ends it for one that is still joining
+    dist.destroy_process_group(group)
 
 
 def _collect(ranks: Sequence[RankProcess], timeout: float) -> list[Reply | None]:
