@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import venv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ TOOLS = (
 )
 NO_TESTS = 5  # how pytest ends when nothing was left to run
 LONGEST = 3600
+LANES = 2  # a test of ranks waits for most of its time: for other ranks, for the disk, for time to run out
+PRINTING = threading.Lock()
 BACKEND_LAYERS = """\
 [tool.importlinter]
 root_packages = {packages}
@@ -120,12 +124,17 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def test(session: nox.Session) -> None:
-    """Run all the sessions below, go on after a failure, and sum up at the end."""
+    """Run all the sessions below, a few at a time, go on after a failure, and sum up at the end."""
     for name in environments():
         environment(name)
-    tested = [f"{kind}({dist})" for dist in DISTRIBUTIONS for kind in ("tests", "conformance", "build")]
-    for name in ("lint", "types", "layers", *tested, "other_torches", "integration", "docs"):
-        session.notify(name)
+    # The long ones early, so that none of them is left over at the end; builds share a folder.
+    kinds = {kind: [f"{kind}({dist})" for dist in DISTRIBUTIONS] for kind in ("tests", "conformance", "build")}
+    each = ["integration", *kinds["tests"], *kinds["conformance"], "other_torches"]
+    jobs = [["lint", "types", "layers"], *([name] for name in each), kinds["build"], ["docs"]]
+    with ThreadPoolExecutor(LANES) as lanes:
+        failed = [" ".join(job) for job, code in zip(jobs, lanes.map(run_apart, jobs), strict=True) if code]
+    if failed:
+        session.error(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}")
 
 
 @nox.session
@@ -231,6 +240,16 @@ def build(session: nox.Session, dist: str) -> None:
     session.run(str(commands / "shard"), "list", external=True)
     for strategy in project(dist).get("entry-points", {}).get("shard.strategies", ()):
         session.run(str(commands / "python"), "-c", IMPORT_STRATEGY, strategy, dist, external=True)
+
+
+def run_apart(sessions: Sequence[str]) -> int:
+    """Run sessions in a nox of their own, and print at the end what they printed."""
+    nox_again = [sys.executable, "-m", "nox", "-f", __file__, "-s", *sessions]
+    ran = subprocess.run(nox_again, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    with PRINTING:
+        sys.stdout.buffer.write(ran.stdout)
+        sys.stdout.flush()
+    return ran.returncode
 
 
 def layers_of(dists: Iterable[str]) -> str:
