@@ -17,6 +17,7 @@ from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.interface import Folder
+    from shard_core.checkpoint.storage.side_by_side import SideBySide
 
 #: What tensors belong to, as their keys and their files begin.
 KINDS = ("model", "optim", "state")
@@ -88,14 +89,23 @@ class Attempt:
         """Name the file in which a rank tells what it wrote."""
         return f"part-{rank:05d}-of-{self.world_size:05d}-{self.identity}.safetensors"
 
-    def write_index(self, raw: bytes) -> FileRecord:
-        """Write the index of chunks."""
+    def write_index(self, raw: bytes, finishing: SideBySide) -> FileRecord:
+        """Write the index of chunks.
+
+        Args:
+            raw: The index.
+            finishing: What brings it to where it outlasts a loss of power.
+        """
         name = self.single_file("index")
-        self.folder.write(name, raw, durable=True)
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(self.folder.create(name, len(raw)))
+            file.write(memoryview(raw))
+            opened.pop_all()
+        finishing.begin(file.complete)
         return FileRecord(path=name, bytes=len(raw), digest=xxhash.xxh3_64_hexdigest(raw))
 
     def write_manifest(self, raw: bytes) -> Callable[[], None]:
-        """Write the manifest where it does not count yet.
+        """Write the manifest where it does not count yet; all other files must have their names by now.
 
         Returns:
             The step that makes the folder the new checkpoint.

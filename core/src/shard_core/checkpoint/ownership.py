@@ -100,8 +100,11 @@ class Ownership:
         self._world_size = world_size
         self._mesh = mesh
         self._loads: dict[Any, list[int]] = {}
+        # Found out once for all tensors laid out alike: it takes longer than all else about a tensor.
+        self._layouts: dict[tuple[Any, ...], tuple[Box, Copies]] = {}
         self._fixed_axes: dict[DeviceMesh, list[int]] = {}
 
+    @torch.no_grad()  # the part of a distributed tensor that wants a gradient is otherwise made by autograd
     def shard(self, key: str, tensor: torch.Tensor, *, stepped: bool = False) -> TensorShard:
         """Describe this rank's part of a tensor.
 
@@ -115,8 +118,8 @@ class Ownership:
         """
         _check_values(key, tensor)
         if isinstance(tensor, DTensor):
-            box, local = local_box(tensor, key), tensor.to_local().detach()
-            copies = self._copies(key, tensor)
+            local = tensor.to_local().detach()
+            box, copies = self._layout(key, tensor, tuple(local.shape))
         else:
             box, local = Box.whole(tensor.shape), tensor.detach()
             copies = Copies(axes=None, sizes=(self._world_size,), place=self._rank)
@@ -138,6 +141,14 @@ class Ownership:
         loads[owner] += size
         return owner
 
+    def _layout(self, key: str, tensor: DTensor, local: tuple[int, ...]) -> tuple[Box, Copies]:
+        # Some torch versions hold a placement equal to one of another class that cuts otherwise.
+        placements = tuple((type(placement), placement) for placement in tensor.placements)
+        kind = tensor.device_mesh, placements, tensor.shape, local
+        if kind not in self._layouts:
+            self._layouts[kind] = local_box(tensor, key), self._copies(key, tensor)
+        return self._layouts[kind]
+
     def _copies(self, key: str, tensor: DTensor) -> Copies:
         mesh = tensor.device_mesh if self._mesh is None else self._mesh
         if mesh.size() != self._world_size:
@@ -147,7 +158,7 @@ class Ownership:
             )
         replicated = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
         inner = [(tensor.device_mesh, axis) for axis in replicated]
-        if tensor.device_mesh not in self._fixed_axes:  # found out once: it takes longer than all else about a tensor
+        if tensor.device_mesh not in self._fixed_axes:
             self._fixed_axes[tensor.device_mesh] = _fixed_axes(mesh, tensor.device_mesh)
         outer = [(mesh, axis) for axis in self._fixed_axes[tensor.device_mesh]]
         sizes, place = [], 0

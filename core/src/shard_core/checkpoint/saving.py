@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from shard_core.checkpoint.storage.record import FileRecord
+    from shard_core.checkpoint.storage.side_by_side import SideBySide
     from shard_core.checkpoint.values import JSON
 
 
@@ -58,13 +60,14 @@ def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, J
     return {name: encode(value, name, keep) for name, value in values.items()}, list(shards.values())
 
 
-def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard]) -> str:
-    """Write what this rank owns, bring it to the disk, and leave a part record.
+def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard], finishing: SideBySide) -> str:
+    """Write what this rank owns, and leave a part record.
 
     Args:
         attempt: The save.
         rank: This rank.
         shards: All boxes on this rank; those of others' are only named in the record.
+        finishing: What brings each file to where it outlasts a loss of power, while the next is being written.
 
     Returns:
         The digest of the record.
@@ -86,11 +89,14 @@ def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard]) -> st
         # Falling element sizes keep every tensor aligned; the sort is stable, so names stay in order.
         owned.sort(key=lambda shard: -shard.view.element_size())
         entries = [Entry(name=shard.label, dtype=tensors[shard.key].dtype, shape=shard.box.sizes) for shard in owned]
-        with TensorFileWriter(attempt.folder, attempt.tensor_file(kind, rank), entries) as writer:
+        with contextlib.ExitStack() as opened:
+            writer = opened.enter_context(TensorFileWriter(attempt.folder, attempt.tensor_file(kind, rank), entries))
             for shard, begin in zip(owned, writer.begins, strict=True):
                 chunk = Chunk(file=len(files), begin=begin, box=shard.box, digests=writer.write(shard.view))
                 chunks.setdefault(shard.key, []).append(chunk)
-            files.append(writer.finish())
+            files.append(writer.record)
+            opened.pop_all()
+            finishing.begin(writer.complete)
     index = index_of(tensors.values(), files, chunks)
     part = encode_part(attempt.identity, index)
     attempt.folder.write(attempt.part_file(rank), part, durable=False)
@@ -105,15 +111,26 @@ def gather_parts(attempt: Attempt, digests: Sequence[str]) -> ChunkIndex:
         digests: What ``write_rank`` returned on each rank.
 
     Raises:
-        CheckpointError: If a part is not to be seen from here, the boxes do not tile every tensor, or
-            a file has another length than its writer says.
+        CheckpointError: If a part is not to be seen from here, or the boxes do not tile every tensor.
     """
     index = merge_parts(_parts(attempt, digests))
     index.check()
+    return index
+
+
+def check_lengths(attempt: Attempt, index: ChunkIndex) -> None:
+    """Make sure that what the ranks finished is there as a whole; rank 0 alone.
+
+    Args:
+        attempt: The save.
+        index: What the ranks wrote.
+
+    Raises:
+        CheckpointError: If a file has another length than its writer says.
+    """
     for file, length in zip(index.files, attempt.folder.sizes([file.path for file in index.files]), strict=True):
         if length != file.bytes:
             raise CheckpointError(f"{file.path!r} has {length} bytes where its rank wrote {file.bytes}.")
-    return index
 
 
 def _parts(attempt: Attempt, digests: Sequence[str]) -> Iterator[Part]:
@@ -150,7 +167,8 @@ def write_full(attempt: Attempt, index: ChunkIndex) -> ChunkIndex:
             digests = writer.write(reader.full(tensor.key))
             reader.release()
             chunks[tensor.key] = [Chunk(file=0, begin=begin, box=Box.whole(tensor.shape), digests=digests)]
-        return index_of(tensors, [writer.finish()], chunks)
+        writer.finish()
+        return index_of(tensors, [writer.record], chunks)
 
 
 def _is_written(shard: TensorShard) -> bool:

@@ -61,13 +61,15 @@ class TensorFileWriter:
         name: What it is to be called; one that exists is replaced, never written into.
         entries: What will be written; element sizes may not grow from one to the next, which keeps
             every tensor aligned.
+
+    Attributes:
+        begins: Where in the file each entry's bytes begin.
+        record: What the file will be.
     """
 
     def __init__(self, folder: Folder, name: str, entries: Sequence[Entry]) -> None:
         header, self.begins, end = _header(entries)
-        self._name = name
-        self._end = end
-        self._header_digest = xxhash.xxh3_64_hexdigest(header)
+        self.record = FileRecord(path=name, bytes=end, digest=xxhash.xxh3_64_hexdigest(header))
         self._staged = bytearray(header)
         self._file = folder.create(name, end)
 
@@ -100,11 +102,15 @@ class TensorFileWriter:
             self._file.write(block)
         return digests
 
-    def finish(self) -> FileRecord:
-        """Bring everything to the disk and describe the file."""
+    def finish(self) -> None:
+        """Bring everything to where it outlasts a loss of power."""
         self._flush()
         self._file.finish()
-        return FileRecord(path=self._name, bytes=self._end, digest=self._header_digest)
+
+    def complete(self) -> None:
+        """Finish it and let go of it; a task for a thread of its own."""
+        with self:
+            self.finish()
 
     def _flush(self) -> None:
         self._file.write(memoryview(self._staged))

@@ -49,6 +49,11 @@ class NewFile(abc.ABC):
     def close(self) -> None:
         """Let go of it, finished or not."""
 
+    def complete(self) -> None:
+        """Finish it and let go of it; a task for a thread of its own."""
+        with self:
+            self.finish()
+
 
 class StoredFile(abc.ABC):
     """A committed file, opened for reading."""

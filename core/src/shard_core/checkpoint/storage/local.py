@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
 from shard_core.checkpoint.storage.mapping import FileMaps, FileRange, MappedFile
+from shard_core.checkpoint.storage.side_by_side import SideBySide
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.record import FileRecord
+
+#: How much of a new file is kept back before it is sent to the disk.
+_FLUSHED_BYTES = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,19 +167,33 @@ class LocalFolder(Folder):
 
 
 class _NewLocalFile(NewFile):
+    """A file whose first bytes are on their way to the disk while the last are still to be written."""
+
     def __init__(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._waiting = 0
+        self._flushes = SideBySide()
 
     def write(self, data: memoryview) -> None:
+        self._waiting += len(data)
         while data:
             data = data[os.write(self._descriptor, data) :]
+        if self._waiting >= _FLUSHED_BYTES and not self._flushes.busy:
+            self._waiting = 0
+            self._flushes.begin(self._flush)
 
     def finish(self) -> None:
-        os.fsync(self._descriptor)
+        self._flush()
+        self._flushes.wait()  # a disk tells of a failure once, and may have told it to one of these
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # finish() has raised it, or nobody wants the file
+            self._flushes.wait()
         os.close(self._descriptor)
+
+    def _flush(self) -> None:
+        os.fsync(self._descriptor)
 
 
 class _LocalFile(StoredFile):
