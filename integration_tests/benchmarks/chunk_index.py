@@ -87,7 +87,7 @@ def plan(ranks: int, path: Path) -> None:
     for tensor in index.tensors:
         rows = -(-tensor.shape[0] // READERS)
         box = Box((rows * (READERS // 2),) + (0,) * (len(tensor.shape) - 1), (rows, *tensor.shape[1:]))
-        reads += sum(1 for _ in index.chunks(tensor.key, within=box))
+        reads += sum(1 for _ in index.overlaps(tensor.key, box))
     print(f"read, check, plan: {reads:,} reads, {time.perf_counter() - started:.2f} s, peak {peak():.2f} GB")
 
 

@@ -20,8 +20,8 @@ class Cut:
         sizes: Likewise.
 
     Example:
-        >>> Cut((4,), np.array([[0], [3]]), np.array([[3], [1]])).meeting(Box((3,), (1,))).tolist()
-        [1]
+        >>> Cut((4,), np.array([[0], [3]]), np.array([[3], [1]])).overlaps(Box((2,), (2,)))
+        ((0, Box(offsets=(2,), sizes=(1,))), (1, Box(offsets=(3,), sizes=(1,))))
     """
 
     shape: tuple[int, ...]
@@ -46,11 +46,20 @@ class Cut:
         """Tell what keeps the boxes from tiling the tensor; None if they do."""
         return tiling_flaw(self.shape, self.offsets, self.sizes)
 
-    def meeting(self, box: Box) -> Integers:
-        """Tell which boxes share an element with another one."""
-        first = np.asarray(box.offsets, dtype=np.int64)
-        end = first + np.asarray(box.sizes, dtype=np.int64)
-        return np.flatnonzero(((self.offsets < end) & (self.offsets + self.sizes > first)).all(axis=1))
+    def overlaps(self, box: Box) -> tuple[tuple[int, Box], ...]:
+        """Tell which boxes share elements with another one, and which."""
+        if box not in self._overlaps:
+            first = np.asarray(box.offsets, dtype=np.int64)
+            end = first + np.asarray(box.sizes, dtype=np.int64)
+            rows = np.flatnonzero(((self.offsets < end) & (self.offsets + self.sizes > first)).all(axis=1))
+            shared = ((row, self.box(row).intersection(box)) for row in rows.tolist())
+            self._overlaps[box] = tuple((row, common) for row, common in shared if common is not None)
+        return self._overlaps[box]
+
+    @functools.cached_property
+    def _overlaps(self) -> dict[Box, tuple[tuple[int, Box], ...]]:
+        """What was asked once: a rank wants the same box of most tensors that are cut alike."""
+        return {}
 
     def box(self, row: int) -> Box:
         """Give one box."""

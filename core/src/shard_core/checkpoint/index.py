@@ -121,17 +121,17 @@ class ChunkIndex:
         """Describe a full tensor."""
         return self.tensors[self._position[key]]
 
-    def chunks(self, key: str, within: Box | None = None) -> Iterator[Chunk]:
-        """Give a tensor's chunks.
-
-        Args:
-            key: The tensor.
-            within: Only those that share an element with this box.
-        """
+    def chunks(self, key: str) -> Iterator[Chunk]:
+        """Give a tensor's chunks."""
         position = self._position[key]
-        cut = self._cuts[self._cut_of[position]]
-        for row in range(len(cut)) if within is None else cut.meeting(within).tolist():
+        for row in range(len(self._cuts[self._cut_of[position]])):
             yield self._chunk(position, row)
+
+    def overlaps(self, key: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        """Give the chunks of a tensor that share elements with a box, and which elements."""
+        position = self._position[key]
+        for row, common in self._cuts[self._cut_of[position]].overlaps(box):
+            yield self._chunk(position, row), common
 
     def in_file(self, number: int) -> Iterator[tuple[TensorRecord, Chunk]]:
         """Give the chunks of one file and their tensors, in the order of their bytes."""

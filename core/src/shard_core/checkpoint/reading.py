@@ -11,6 +11,7 @@ import xxhash
 
 from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.dtypes import ITEM_SIZES, torch_dtype
+from shard_core.checkpoint.handing_on import hand_on
 from shard_core.checkpoint.storage.mapping import FileRange
 from shard_core.checkpoint.tensor_file import BLOCK_BYTES
 from shard_core.errors import CheckpointCorrupted, CheckpointError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.index import Chunk, ChunkIndex
     from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.storage.interface import Folder
+    from shard_core.coordinator import Coordinator
 
 _LISTED = 10
 
@@ -52,14 +54,20 @@ class TensorReader:
 
     def plan(self, key: str, box: Box) -> list[Read]:
         """Tell what must be read for a box of a tensor."""
-        if not box.volume:
-            return []
-        reads = []
-        for chunk in self._index.chunks(key, within=box):
-            common = chunk.box.intersection(box)
-            if common is not None:
-                reads.append(Read(key=key, chunk=chunk, box=common))
-        return reads
+        return [Read(key=key, chunk=chunk, box=common) for chunk, common in self._index.overlaps(key, box)]
+
+    def hand_on(self, reads: Iterable[Read], coordinator: Coordinator, doing: str) -> None:
+        """Let one rank bring what several are about to read, and hand it on; every rank calls this.
+
+        Args:
+            reads: What this rank is about to verify and read.
+            coordinator: How ranks talk.
+            doing: What this is part of, for messages.
+
+        Raises:
+            CheckpointError: On every rank, if the bytes cannot be brought on any.
+        """
+        hand_on(self._maps, list(self._blocks_of(reads)), coordinator, doing)
 
     def verify(self, reads: Iterable[Read]) -> None:
         """Bring the bytes about to be read to where they can be looked at, and compare them with their digests.
@@ -67,14 +75,7 @@ class TensorReader:
         Raises:
             CheckpointCorrupted: Naming the tensors whose bytes are not those that were saved.
         """
-        needed: dict[FileRange, tuple[str, int]] = {}
-        for read in reads:
-            end = read.chunk.begin + self._chunk_bytes(read)
-            first, last = self._blocks(read)
-            for block in range(first, last):
-                begin = read.chunk.begin + block * BLOCK_BYTES
-                where = FileRange(read.chunk.file, begin, min(begin + BLOCK_BYTES, end))
-                needed[where] = read.key, read.chunk.digests[block]
+        needed = self._blocks_of(reads)
         self._maps.bring(needed)
         damaged: dict[str, str] = {}
         for (file, begin, end), (key, digest) in needed.items():
@@ -115,6 +116,18 @@ class TensorReader:
     def release(self) -> None:
         """Let go of what was read, before more is: nobody will look at a view of it any more."""
         self._maps.release()
+
+    def _blocks_of(self, reads: Iterable[Read]) -> dict[FileRange, tuple[str, int]]:
+        """Tell which blocks are needed, whose they are, and their digests."""
+        needed: dict[FileRange, tuple[str, int]] = {}
+        for read in reads:
+            end = read.chunk.begin + self._chunk_bytes(read)
+            first, last = self._blocks(read)
+            for block in range(first, last):
+                begin = read.chunk.begin + block * BLOCK_BYTES
+                where = FileRange(read.chunk.file, begin, min(begin + BLOCK_BYTES, end))
+                needed[where] = read.key, read.chunk.digests[block]
+        return needed
 
     def _source(self, read: Read) -> torch.Tensor:
         record = self._index.record(read.key)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.comparison import (
     TensorComparison,
     compare_optimizers,
@@ -21,19 +23,21 @@ from shard_core.checkpoint.interface import LoadedCheckpoint
 from shard_core.checkpoint.manifest import Manifest
 from shard_core.checkpoint.matching import match_modules, saved_optimizers
 from shard_core.checkpoint.reading import Read, TensorReader
-from shard_core.checkpoint.values import decode
+from shard_core.checkpoint.values import VALUE_PREFIX, decode
 from shard_core.errors import CheckpointCorrupted, CheckpointMismatch
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.index import ChunkIndex
     from shard_core.checkpoint.optimizer_record import OptimizerRecord
     from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.state import TrainingState
     from shard_core.checkpoint.storage.interface import Folder
+    from shard_core.coordinator import Coordinator
 
 
 class Restoration:
-    """Finds out and verifies everything in ``prepare``; only ``fill`` changes the state; ``loaded`` reports.
+    """Brings a checkpoint into a state, in the order of its methods; every rank calls each.
+
+    Only ``fill`` changes the state.
 
     Args:
         folder: The checkpoint.
@@ -53,18 +57,18 @@ class Restoration:
         self._remainder: list[str] = []
 
     def prepare(self, raw: bytes) -> None:
-        """Compare the checkpoint with the state, plan what to read, and verify its digests.
+        """Compare the checkpoint with the state, and plan what to read.
 
         Args:
             raw: The manifest.
 
         Raises:
             CheckpointMismatch: If they differ and must not.
-            CheckpointCorrupted: If the files are not what was committed.
+            CheckpointCorrupted: If the manifest or the index is not what was committed.
         """
         self._manifest = Manifest.from_bytes(raw)
-        index = read_index(self._folder, self._manifest)
-        self._reader = TensorReader(self._folder, index)
+        self._index = read_index(self._folder, self._manifest)
+        self._reader = TensorReader(self._folder, self._index)
         if self._state is None:
             self._remainder = [*self._manifest.modules, *self._manifest.optimizers]
         else:
@@ -75,11 +79,22 @@ class Restoration:
                 f"{str(self._folder)!r} and what it should be loaded into differ in {len(self._differences)} ways; "
                 f"nothing was changed (strict=False loads what fits):\n{listing(self._differences)}"
             )
+
+    def hand_on(self, coordinator: Coordinator, doing: str) -> None:
+        """Let one rank bring what several are about to read, if it is worthwhile; see ``TensorReader.hand_on``."""
+        values = [tensor for tensor in self._manifest.tensors if tensor.key.startswith(VALUE_PREFIX)]
+        reads = [self._reader.plan(tensor.key, Box.whole(tensor.shape)) for tensor in values]
+        reads += [reads for _, reads in self._planned]
+        self._reader.hand_on(itertools.chain.from_iterable(reads), coordinator, doing)
+
+    def verify(self) -> None:
+        """Verify the digests of what will be read, and read the values.
+
+        Raises:
+            CheckpointCorrupted: If the files are not what was committed.
+        """
         self._reader.verify(read for _, reads in self._planned for read in reads)
-        self._values = {
-            key: decode(value, lambda name: self._stored_value(index, name))
-            for key, value in self._manifest.values.items()
-        }
+        self._values = {key: decode(value, self._stored_value) for key, value in self._manifest.values.items()}
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -136,8 +151,8 @@ class Restoration:
             if key not in saved or not any((saved[key].module, name) in here for name in saved[key].names)
         ]
 
-    def _stored_value(self, index: ChunkIndex, name: Any) -> torch.Tensor:
-        if not isinstance(name, str) or name not in index:
+    def _stored_value(self, name: Any) -> torch.Tensor:
+        if not isinstance(name, str) or name not in self._index:
             raise CheckpointCorrupted(
                 f"the manifest's values name a tensor {shown(name)} that is not in the checkpoint."
             )

@@ -18,7 +18,7 @@ from shard_core.checkpoint.part import Part, decode_part, encode_part, index_of
 from shard_core.checkpoint.reading import TensorReader
 from shard_core.checkpoint.shard import TensorShard
 from shard_core.checkpoint.tensor_file import Entry, TensorFileWriter
-from shard_core.checkpoint.values import encode
+from shard_core.checkpoint.values import VALUE_PREFIX, encode
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, J
     shards: dict[str, TensorShard] = {}
 
     def keep(path: str, tensor: torch.Tensor) -> JSON:
-        key = f"state.{path}"
+        key = f"{VALUE_PREFIX}{path}"
         if isinstance(tensor, DTensor):
             raise CheckpointError(
                 f"{path!r} is a distributed tensor; put the module that holds it into the state, or a plain tensor."

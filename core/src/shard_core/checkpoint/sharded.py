@@ -95,8 +95,20 @@ class ShardedCheckpointIO(CheckpointIO):
 
         answers = together(coordinator, doing, look)
         check_same_path([given for given, _ in answers])
-        restoration = Restoration(open_folder(path, storage_options), state, strict=strict, values=values)
-        together(coordinator, doing, lambda: restoration.prepare(answers[0][1]))
+        folder = open_folder(path, storage_options)
+        restoration = Restoration(folder, state, strict=strict, values=values)
+        # What is on a disk comes sooner from there than from another rank: mostly out of the host's own memory.
+        handing_on = folder.far and coordinator.world_size > 1
+
+        def prepare() -> None:
+            restoration.prepare(answers[0][1])
+            if not handing_on:
+                restoration.verify()
+
+        together(coordinator, doing, prepare)
+        if handing_on:
+            restoration.hand_on(coordinator, doing)
+            together(coordinator, doing, restoration.verify)
         together(coordinator, doing, restoration.fill)
         return restoration.loaded()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.storage.mapping import FileMaps, FileRange, MappedFile
@@ -32,17 +32,26 @@ class FetchedMaps(FileMaps):
         self._folder = folder
         self._records = records
         self._copies: dict[int, _Copy] = {}
+        self._here: set[FileRange] = set()
         self._checked: set[int] = set()
 
     def bring(self, ranges: Iterable[FileRange]) -> None:
         """Fetch bytes from the store, those that adjoin together."""
-        requests = list(_requests(ranges))
+        lacking = set(ranges) - self._here
+        requests = list(_requests(lacking))
         unchecked = sorted({each.file for each in requests} - self._checked)
         self._folder.check([self._records[number] for number in unchecked])
         self._checked.update(unchecked)
         wanted = ((self._records[each.file].path, each.start, each.stop) for each in requests)
         for each, data in zip(requests, self._folder.fetch(wanted), strict=True):
             self._copy(each.file).put(each.start, data)
+        self._here |= lacking
+
+    def keep(self, brought: Mapping[FileRange, bytes]) -> None:
+        """Take what another rank has fetched."""
+        for each, data in brought.items():
+            self._copy(each.file).put(each.start, data)
+        self._here.update(brought)
 
     def file(self, number: int) -> MappedFile:
         """Give the map of one file."""
@@ -51,6 +60,7 @@ class FetchedMaps(FileMaps):
     def release(self) -> None:
         """Give the room on the disk back, once no tensor views it."""
         self._copies.clear()
+        self._here.clear()
 
     def _copy(self, number: int) -> _Copy:
         if number not in self._copies:

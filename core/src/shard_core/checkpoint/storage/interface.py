@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from shard_core.errors import CheckpointCorrupted
 
@@ -84,9 +84,11 @@ class Folder(abc.ABC):
     as it must be.
 
     Attributes:
+        far: Whether reading costs so much that one rank had better do it for several.
         path: What names it: a path, or a URL.
     """
 
+    far: ClassVar[bool]
     path: Path | str
 
     def __str__(self) -> str:

@@ -8,9 +8,9 @@ import functools
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
 from shard_core.checkpoint.storage.mapping import FileMaps, FileRange, MappedFile
@@ -32,6 +32,7 @@ class LocalFolder(Folder):
         path: Its path.
     """
 
+    far: ClassVar[bool] = False
     path: Path
 
     def __str__(self) -> str:
@@ -217,6 +218,9 @@ class _LocalMaps(FileMaps):
         self._files: dict[int, MappedFile] = {}
 
     def bring(self, ranges: Iterable[FileRange]) -> None:
+        pass
+
+    def keep(self, brought: Mapping[FileRange, bytes]) -> None:
         pass
 
     def file(self, number: int) -> MappedFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ class FileMaps(abc.ABC):
         Raises:
             CheckpointCorrupted: If a file is not there, or not as long as it was when it was committed.
         """
+
+    @abc.abstractmethod
+    def keep(self, brought: Mapping[FileRange, bytes]) -> None:
+        """Take what another rank has brought; it need not be brought again."""
 
     @abc.abstractmethod
     def file(self, number: int) -> MappedFile:

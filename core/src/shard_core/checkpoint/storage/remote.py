@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
 from shard_core.checkpoint.storage.requests import ObjectRange, asking, ranges, whole_objects
@@ -33,6 +33,7 @@ class RemoteFolder(Folder):
         key: What the store calls it.
     """
 
+    far: ClassVar[bool] = True
     path: str
     filesystem: AbstractFileSystem
     key: str

@@ -1,0 +1,125 @@
+"""What several ranks want of a store is read by one of them and handed on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from failing_store import FailingStore
+from thread_ranks import all_ranks, on_ranks
+from torch import nn
+
+from shard_core.checkpoint import handing_on
+from shard_core.checkpoint.shard import FlatPart
+from shard_core.checkpoint.sharded import ShardedCheckpointIO
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES
+from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.errors import CheckpointError
+
+URL = "failing://run/step-1"
+#: So many blocks, which are what is read, that two and three parts are whole ones.
+BLOCKS = 6
+
+
+class _Model(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.matrix = nn.Parameter(torch.rand(BLOCKS, BLOCK_BYTES // 4, generator=generator))
+        self.bias = nn.Parameter(torch.rand(7, generator=generator))
+
+
+def _state(model, coordinator, parts):
+    """Describe a model of which each rank holds a copy, or one of several parts of its matrix."""
+
+    def part(tensor):
+        if parts == 1 or tensor is not model.matrix:
+            return None
+        size = tensor.numel() // parts
+        start = coordinator.rank % parts * size
+        return FlatPart(
+            shape=tuple(tensor.shape), start=start, values=tensor.detach().reshape(-1)[start : start + size]
+        )
+
+    size = coordinator.world_size
+    return TensorState({"model": model}, {}, rank=coordinator.rank, world_size=size, flat_part=part)
+
+
+@pytest.fixture(scope="module")
+def saved():
+    """Save on two ranks; give what is in the store then."""
+    FailingStore.fail_at(-1, "before")
+    FailingStore.store.clear()
+
+    def save_on(coordinator):
+        values = {"window": torch.arange(100.0)}
+        io, state = ShardedCheckpointIO(), _state(_Model(1), coordinator, 1)
+        io.save(URL, state, values, coordinator=coordinator, information={})
+
+    all_ranks(2, save_on)
+    return dict(FailingStore.store)
+
+
+@pytest.fixture(autouse=True)
+def _stored(saved):
+    FailingStore.fail_at(-1, "before")
+    FailingStore.store.clear()
+    FailingStore.store.update(saved)
+    FailingStore.given.clear()
+
+
+def _load_on(models, parts=1):
+    def load_on(coordinator):
+        state = _state(models[coordinator.rank], coordinator, parts)
+        return ShardedCheckpointIO().load(URL, state, coordinator=coordinator).values
+
+    return load_on
+
+
+def _given():
+    """List which bytes of tensors were read."""
+    return sorted(each for each in FailingStore.given if each[0].rpartition("/")[2].startswith(("model-", "state-")))
+
+
+def _total(given):
+    return sum(stop - start for _, start, stop in given)
+
+
+@pytest.mark.parametrize("at_once", [handing_on._BYTES_AT_ONCE, BLOCK_BYTES])
+def test_replicas_read_each_byte_once_in_all(monkeypatch, at_once):
+    monkeypatch.setattr(handing_on, "_BYTES_AT_ONCE", at_once)
+    models, whole = [_Model(2), _Model(3)], _Model(1)
+    for model, values in zip(models, all_ranks(2, _load_on(models)), strict=True):
+        assert all(map(torch.equal, model.parameters(), whole.parameters()))
+        assert torch.equal(values["window"], torch.arange(100.0))
+    given = _given()
+    assert _total(given) == 4 * (whole.matrix.numel() + whole.bias.numel() + 100)
+    assert all(one[0] != next[0] or one[2] <= next[1] for one, next in pairwise(given))
+
+
+@pytest.mark.parametrize(("parts", "times"), [(2, 1), (3, 2)])
+def test_a_part_is_handed_on_where_half_of_the_ranks_want_it(parts, times):
+    ranks = 2 * parts
+    models, whole = [_Model(2) for _ in range(ranks)], _Model(1)
+    all_ranks(ranks, _load_on(models, parts))
+    for rank, model in enumerate(models):
+        mine, wanted = (each.matrix.detach().reshape(parts, -1)[rank % parts] for each in (model, whole))
+        assert torch.equal(mine, wanted)
+        assert torch.equal(model.bias, whole.bias)
+    assert _total(_given()) == 4 * (times * whole.matrix.numel() + whole.bias.numel() + 100)
+
+
+def test_what_fails_on_the_rank_that_reads_is_raised_on_every_rank():
+    request = 0
+    while True:
+        FailingStore.fail_at(request, "before")
+        models = [_Model(2), _Model(2)]
+        answers = on_ranks(2, _load_on(models))
+        if FailingStore.failed is None:
+            break
+        assert all(isinstance(answer, CheckpointError) for answer in answers), answers
+        for model in models:
+            assert all(map(torch.equal, model.parameters(), _Model(2).parameters()))
+        request += 1
+    assert request > 10
