@@ -1,6 +1,7 @@
 """A save behind training writes what a save that training waits for would have, or says why not."""
 
 import os
+import platform
 import re
 import resource
 import signal
@@ -8,14 +9,16 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from background_saves import Held, limited_files, ready, saves_twice, train
+from background_saves import Held, digests, limited_files, ready, saves_twice, train
 
 from shard_core import get_strategy
+from shard_core.checkpoint import host_memory
 from shard_core.checkpoint.background import AsyncCheckpointIO
 from shard_core.checkpoint.folder import latest
 from shard_core.checkpoint.manifest import Manifest
@@ -26,6 +29,11 @@ from shard_core.collectives.interface import Collectives
 from shard_core.collectives.single import SingleCollectives
 from shard_core.errors import CheckpointError, InvalidOption, MissingCapability, RankFailed
 from shard_core.testing.world import World
+
+TOLD = (
+    f"host {platform.node()!r} has no room for the 0.0 GB that its ranks would copy; saves behind training write "
+    "straight from the tensors instead, and training waits for them."
+)
 
 
 @pytest.mark.parametrize("form", [None, "full"])
@@ -60,6 +68,31 @@ def test_the_part_that_saves_says_what_is_done_by_default(tmp_path: Path) -> Non
         handle.wait()
         gate.unlink()
         strategy.teardown()
+
+
+def test_where_memory_has_no_room_for_a_copy_training_waits_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    strategy, state = single(checkpoint_io=Held(gate))
+    wanted = 4 * sum(parameter.numel() for parameter in state["model"].parameters())
+    for available, waits in [(10 * wanted, False), (None, False), (wanted, True)]:
+        monkeypatch.setattr(host_memory, "available_memory", lambda available=available: available)
+        if waits:
+            gate.touch()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")
+            for name in ("first", "second"):
+                handle = strategy.save_checkpoint(tmp_path / f"{name}-{available}", state, blocking=False)
+                assert handle.committed.done() is waits
+                gate.touch()
+                handle.wait()
+                assert waits or gate.unlink() is None
+        assert [str(each.message) for each in told] == ([TOLD] if waits else [])
+    strategy.teardown()
+    first, second = (digests(tmp_path / f"first-{available}") for available in (10 * wanted, wanted))
+    assert first == second
+    assert verify(tmp_path / f"second-{wanted}").is_fine
 
 
 def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:

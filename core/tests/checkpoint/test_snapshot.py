@@ -39,6 +39,7 @@ def test_it_is_of_the_moment_it_was_taken() -> None:
     before, record = bits(state), state.optimizers()["optimizer"].to_json("optimizer")
     keys = [shard.key for shard in state.shards()]
     snapshot = Snapshot(state, values, rank=0)
+    snapshot.take()
     values["seen"].zero_()
     values["deep"]["list"].append(5)
     module(torch.randn(4, 3))  # changes the buffers
@@ -79,6 +80,7 @@ def _state(module: Any, optimizer: Any) -> None:
 def test_what_is_changed_too_early_is_named(change: Callable[..., Any], named: str) -> None:
     module, optimizer = stepped()
     snapshot = Snapshot(state_of(module, optimizer), {}, rank=0)
+    snapshot.take()
     change(module, optimizer)
     with pytest.raises(CheckpointError, match=named):
         snapshot.stage()
@@ -89,6 +91,7 @@ def test_tensors_whose_changes_nobody_counts_are_copied_at_once() -> None:
         module = nn.Linear(2, 1, bias=False)
     before = module.weight.detach().clone()
     snapshot = Snapshot(state_of(module), {}, rank=0)
+    snapshot.take()
     with torch.inference_mode():
         module.weight.zero_()
     snapshot.stage()
@@ -99,6 +102,7 @@ def test_what_other_ranks_save_takes_no_room() -> None:
     module, optimizer = stepped()
     live = TensorState({"model": module}, {"optimizer": optimizer}, rank=1, world_size=2)
     snapshot = Snapshot(live, {"seen": torch.ones(3)}, rank=1)
+    snapshot.take()
     snapshot.stage()
     for shard, kept in zip(live.shards(), snapshot.shards(), strict=True):
         assert (kept.key, kept.box, kept.write, kept.view.dtype) == (
@@ -129,6 +133,7 @@ def test_what_is_a_copy_already_is_not_copied_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(HostCopies, "now", None)
     monkeypatch.setattr(HostCopies, "later", None)
     snapshot = Snapshot(live, {}, rank=0)
+    snapshot.take()
     snapshot.stage()
     for shard, kept in zip(live.shards(), snapshot.shards(), strict=True):
         assert kept.view.is_meta is not shard.write

@@ -88,6 +88,7 @@ def changes_weights() -> list[str]:
         ):
             state = strategy.engine_state({"model": model}, {"optimizer": optimizer})
             snapshot = Snapshot(state, {}, rank=strategy.global_rank)
+            snapshot.take()
             with torch.no_grad():
                 change(model.first.weight)
             try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import together
+from shard_core.checkpoint.host_memory import Room, crowded_host, room_for
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.own_thread import run_aside
 from shard_core.checkpoint.snapshot import Snapshot
@@ -27,7 +29,8 @@ def save_behind_training(
 ) -> SaveHandle:
     """Take a snapshot and write it in a thread that training need not wait for; every rank calls this.
 
-    This is how a ``CheckpointIO`` saves with ``blocking=False``. The process does not exit before it is done.
+    This is how a ``CheckpointIO`` saves with ``blocking=False``. The process does not exit before it is done. Where a
+    host has no room for its ranks' snapshots, the save is written from the live tensors before this returns.
 
     Args:
         path: Where the checkpoint will be.
@@ -47,7 +50,22 @@ def save_behind_training(
     doing = f"saving {os.fspath(path)!r}"
     handle = SaveHandle(path=named(path), staged=Future(), committed=Future())
     taken: list[Snapshot] = []
-    together(coordinator, doing, lambda: taken.append(Snapshot(state, values, rank=coordinator.rank)))
+
+    def describe() -> Room:
+        taken.append(Snapshot(state, values, rank=coordinator.rank))
+        return room_for(taken[0].bytes)
+
+    crowded = crowded_host(together(coordinator, doing, describe))
+    if crowded is not None:
+        if coordinator.rank == 0:
+            warnings.warn(
+                f"host {crowded.host!r} has no room for the {crowded.wanted / 1e9:.1f} GB that its ranks would copy; "
+                "saves behind training write straight from the tensors instead, and training waits for them.",
+                stacklevel=3,
+            )
+        write(taken[0], taken[0].values, coordinator)
+        return SaveHandle.finished(path)
+    together(coordinator, doing, taken[0].take)
 
     def save(others: Coordinator) -> None:
         snapshot = taken.pop()

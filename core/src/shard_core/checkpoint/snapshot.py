@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 class Snapshot(TrainingState):
     """A copy of what one rank saves of a state and of the user's values.
 
-    Order of calls: ``stage`` once, by any thread, before the next step of an optimizer; then what a save calls. Made
-    at once are all descriptions, and copies of what may change at any time. ``stage`` copies parameters and optimizer
-    state, and finds out whether anybody has changed them meanwhile.
+    Order of calls: ``take``, which copies what may change at any time; ``stage``, by any thread, before the next step
+    of an optimizer, which copies parameters and optimizer state and finds out whether anybody has changed them
+    meanwhile; then what a save calls. All descriptions are made at once. While nothing was taken, the shards are the
+    live ones.
 
     Args:
         state: What is saved.
@@ -48,11 +49,21 @@ class Snapshot(TrainingState):
             name: OptimizerRecord.from_json(Fields(record.to_json(name), f"optimizer {name!r}"))
             for name, record in state.optimizers().items()
         }
-        live = state.shards()
-        self._waiting = {place: _versions(shard) for place, shard in enumerate(live) if _can_wait(shard)}
+        self._holds_copies = state.holds_copies
+        self._shards = state.shards()
+        self._waiting: dict[int, tuple[int | None, int | None]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """How much room the copies take, or would."""
+        return 0 if self._holds_copies else sum(shard.view.nbytes for shard in self._shards if shard.write)
+
+    def take(self) -> None:
+        """Copy what may change at any time, and note how the rest is."""
+        self._waiting = {place: _versions(shard) for place, shard in enumerate(self._shards) if _can_wait(shard)}
         self._shards = [
-            shard if place in self._waiting else self._taken(shard, is_copy=state.holds_copies)
-            for place, shard in enumerate(live)
+            shard if place in self._waiting else self._taken(shard, is_copy=self._holds_copies)
+            for place, shard in enumerate(self._shards)
         ]
 
     def stage(self) -> None:
