@@ -100,11 +100,12 @@ def go(strategy: Strategy, leg: Leg) -> Notes:
     if leg.load is not None:
         assert strategy.load_checkpoint(leg.load, state) == {}
     step = state["step"]
+    drawn = draw(strategy)  # before anything else: some engines' generators move with whatever runs on the device
     loaded = bits(strategy, model, optimizer) if leg.load is not None else {}
     batches = endless(loader)
 
-    def train(steps: int) -> Stretch:
-        drawn, samples, losses = draw(strategy), [], []
+    def train(steps: int, drawn: dict[str, float]) -> Stretch:
+        samples, losses = [], []
         for _ in range(steps):
             numbers, *batch = next(batches)
             loss = model(*batch)
@@ -117,12 +118,13 @@ def go(strategy: Strategy, leg: Leg) -> Notes:
             samples.append(sorted({number for share in shares for number in share}))
         return Stretch(drawn=drawn, samples=samples, losses=losses)
 
-    taken = train(leg.steps)
+    taken = train(leg.steps, drawn)
     left = bits(strategy, model, optimizer)
     if leg.save is not None:
         strategy.save_checkpoint(leg.save, {**state, "step": step + leg.steps}, state_dict_type=leg.form)
+    further = train(leg.further, draw(strategy))
     data_ranks = strategy.collectives.gather_objects(strategy.distributed_sampler_kwargs["rank"])
-    return Notes(step=step, loaded=loaded, taken=taken, left=left, further=train(leg.further), data_ranks=data_ranks)
+    return Notes(step=step, loaded=loaded, taken=taken, left=left, further=further, data_ranks=data_ranks)
 
 
 def numbered_texts() -> DataLoader[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections import Counter
@@ -78,21 +79,22 @@ class Remembering(Talking):
             return contents, contents.values()
 
         contents, values = self._on_all_ranks("saving", path, take_apart)
-        handle = self.checkpoint_io.save(
-            path,
-            self.engine_state(contents.modules, contents.optimizers),
-            {**values, RANDOM_KEY: self._random_state()},
-            coordinator=self.collectives,
-            information={
-                "strategy": self.info.name,
-                "precision": self.precision.policy.name,
-                "options": str(self.config),
-            },
-            storage_options=storage_options,
-            filter=filter,
-            state_dict_type=state_dict_type or self.engine_checkpoint_form(),
-            blocking=blocking,
-        )
+        with self._generator_kept():
+            handle = self.checkpoint_io.save(
+                path,
+                self.engine_state(contents.modules, contents.optimizers),
+                {**values, RANDOM_KEY: self._random_state()},
+                coordinator=self.collectives,
+                information={
+                    "strategy": self.info.name,
+                    "precision": self.precision.policy.name,
+                    "options": str(self.config),
+                },
+                storage_options=storage_options,
+                filter=filter,
+                state_dict_type=state_dict_type or self.engine_checkpoint_form(),
+                blocking=blocking,
+            )
         if not isinstance(handle, SaveHandle):
             raise CheckpointError(
                 f"{type(self.checkpoint_io).__name__}.save returned {handle!r}; let it return a SaveHandle, such as "
@@ -284,6 +286,16 @@ class Remembering(Talking):
     def _random_state(self) -> dict[str, Any]:
         rank = self.distributed_sampler_kwargs["rank"]
         return gather_random_state(self.collectives, self.root_device, rank, self.engine_random_state())
+
+    @contextlib.contextmanager
+    def _generator_kept(self) -> Iterator[None]:
+        """Let a save leave no trace in the run: some engines' generators move with whatever runs on the device."""
+        before = self.engine_random_state()
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.engine_set_random_state(before)
 
     def _take_up(self, random: Mapping[str, Any]) -> None:
         """Let the random number generators go on where those of a checkpoint stood."""
