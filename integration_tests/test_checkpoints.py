@@ -49,9 +49,7 @@ def go(worlds: Any) -> Iterator[Go]:
 def test_walk_through_every_strategy(go: Go, tmp_path: Path, form: str) -> None:
     """Unlike engines, and environments with unlike versions of torch, read one another's checkpoints."""
     assert {station.strategy for station in ONCE} == set(SIZES)
-    losses = walk(go, ONCE, tmp_path, form)
-    uninterrupted = go(Station("single", 1), Leg(steps=len(losses)))[0].taken.losses
-    assert_same_numbers("loss", losses, uninterrupted, 2e-6)
+    walk(go, ONCE, tmp_path, form)
 
 
 @pytest.mark.long
@@ -63,13 +61,11 @@ def test_walk_from_every_strategy_to_every_other(go: Go, tmp_path: Path, form: s
     ways = set(itertools.pairwise(stations))
     assert {(before.strategy, after.strategy) for before, after in ways} == {(a, b) for a in SIZES for b in SIZES}
     assert {(station.strategy, station.size) for station in stations} == {(a, n) for a in SIZES for n in SIZES[a]}
-    losses = walk(go, stations, tmp_path, form)
-    uninterrupted = go(Station("single", 1), Leg(steps=len(losses)))[0].taken.losses
-    assert_same_numbers("loss", losses, uninterrupted, 1e-4)
+    walk(go, stations, tmp_path, form)
 
 
-def walk(go: Go, stations: list[Station], folder: Path, form: str) -> list[float]:
-    """Go from station to station; each has the bits that the one before left, and goes on as that one did."""
+def walk(go: Go, stations: list[Station], folder: Path, form: str) -> None:
+    """Go from station to station; each goes on as the one before did, and all as if never interrupted."""
     losses: list[float] = []
     before: list[Notes] = []
     for number, station in enumerate(stations):
@@ -82,7 +78,8 @@ def walk(go: Go, stations: list[Station], folder: Path, form: str) -> list[float
                 assert [each.taken.drawn for each in notes] == [each.further.drawn for each in before], str(station)
         losses += notes[0].taken.losses
         before = notes
-    return losses
+    uninterrupted = go(Station("single", 1), Leg(steps=len(losses)))[0].taken.losses
+    assert_same_numbers("the loss", losses, uninterrupted, 1e-6)
 
 
 def assert_goes_on(where: str, notes: list[Notes], before: list[Notes]) -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shard_core.checkpoint.agreement import together
+from shard_core.checkpoint.arguments import check_filter, check_flag, check_storage_options
 from shard_core.checkpoint.assembly import full_tensors
 from shard_core.checkpoint.contents import Contents
-from shard_core.checkpoint.interface import SaveHandle
+from shard_core.checkpoint.interface import LoadedCheckpoint, SaveHandle
 from shard_core.checkpoint.own_keys import OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.peers.loading import load_weights
 from shard_core.checkpoint.storage.opening import check_path
@@ -75,15 +76,21 @@ class Remembering(Talking):
         self.barrier(f"save_checkpoint of {path}")
 
         def take_apart() -> tuple[Contents, dict[str, Any]]:
+            check_filter(filter)
+            check_flag("blocking", blocking, or_none=True)
+            check_storage_options(storage_options)
             contents = self._contents(state)
             return contents, contents.values()
 
         contents, values = self._on_all_ranks("saving", path, take_apart)
-        with self._generator_kept():
+        tensors = self.engine_state(contents.modules, contents.optimizers)
+        values[RANDOM_KEY] = self._random_state()
+
+        def save() -> SaveHandle:
             handle = self.checkpoint_io.save(
                 path,
-                self.engine_state(contents.modules, contents.optimizers),
-                {**values, RANDOM_KEY: self._random_state()},
+                tensors,
+                values,
                 coordinator=self.collectives,
                 information={
                     "strategy": self.info.name,
@@ -95,11 +102,15 @@ class Remembering(Talking):
                 state_dict_type=state_dict_type or self.engine_checkpoint_form(),
                 blocking=blocking,
             )
-        if not isinstance(handle, SaveHandle):
-            raise CheckpointError(
-                f"{type(self.checkpoint_io).__name__}.save returned {handle!r}; let it return a SaveHandle, such as "
-                "SaveHandle.finished(path)."
-            )
+            if not isinstance(handle, SaveHandle):
+                raise CheckpointError(
+                    f"{type(self.checkpoint_io).__name__}.save returned {handle!r}; let it return a SaveHandle, such "
+                    "as SaveHandle.finished(path)."
+                )
+            return handle
+
+        with self._generator_kept():
+            handle = self._on_all_ranks("saving", path, save)
         return self._saves.watch(handle, self.collectives)
 
     def load_checkpoint(
@@ -130,19 +141,29 @@ class Remembering(Talking):
         """
         self._saves.settle()
         self.barrier(f"load_checkpoint of {path}")
-        contents = self._on_all_ranks("loading", path, lambda: self._contents({} if state is None else state))
+
+        def take_apart() -> Contents:
+            check_flag("strict", strict)
+            check_storage_options(storage_options)
+            return self._contents({} if state is None else state)
+
+        contents = self._on_all_ranks("loading", path, take_apart)
         tensors = contents.modules or contents.optimizers
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
         # Checked with all else: a value found lacking after the tensors were filled would come too late.
         values = contents.names_of_values - {PRECISION_KEY}
-        loaded = self.checkpoint_io.load(
-            path,
-            asked,
-            coordinator=self.collectives,
-            storage_options=storage_options,
-            strict=strict,
-            values=values,
-        )
+
+        def load() -> LoadedCheckpoint:
+            return self.checkpoint_io.load(
+                path,
+                asked,
+                coordinator=self.collectives,
+                storage_options=storage_options,
+                strict=strict,
+                values=values,
+            )
+
+        loaded = self._on_all_ranks("loading", path, load)
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
         random = loaded.values.pop(RANDOM_KEY, None) if contents.optimizers else None
@@ -220,6 +241,7 @@ class Remembering(Talking):
 
         def look() -> Path | str | None:
             check_path(folder)
+            check_storage_options(storage_options)
             if not self.is_global_zero:
                 return None
             return self.checkpoint_io.latest(folder, storage_options=storage_options)

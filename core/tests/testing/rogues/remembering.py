@@ -175,7 +175,7 @@ class SkipsAWeight(Rogue):
     """Loads weights of others but for one that it leaves as it was."""
 
     def load_weights(self, path: Any, module: Any, *, strict: bool = True, **more: Any) -> Any:
-        skipped = next(name for name, _ in module.named_parameters())
+        skipped = next(name for name, _ in self.inner.unwrap(module).named_parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             left = self.inner.load_weights(path, module, strict=False, **{"names": {skipped: None}, **more})

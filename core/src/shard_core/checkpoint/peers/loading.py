@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.agreement import check_same_path, together
+from shard_core.checkpoint.arguments import check_flag, check_key, check_names
 from shard_core.checkpoint.comparison import listing
 from shard_core.checkpoint.peers.comparison import Findings, Names, WeightsComparison, fill
 from shard_core.checkpoint.peers.recognition import find_weights, local_path
@@ -55,6 +56,10 @@ def load_weights(
     doing = f"loading {os.fspath(path)!r}"
 
     def look() -> tuple[str, Weights | None]:
+        check_key(key)
+        check_names(names)
+        check_flag("cast", cast)
+        check_flag("strict", strict)
         # Rank 0 alone looks: on shared file systems ranks may see different things.
         return os.fspath(path), find_weights(local_path(path), key) if coordinator.rank == 0 else None
 

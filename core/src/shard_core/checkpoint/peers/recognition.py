@@ -126,12 +126,12 @@ def _absence(path: Path) -> str:
     if not path.exists():
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         return f"does not exist{nearest(path.name, beside) or '.'}"
-    if path.is_file():
-        if _beginning(path, 1) == b"\x80":
-            return (
-                "is a pickle, as torch.save wrote it before torch 1.6 or with _use_new_zipfile_serialization=False; "
-                "save it again with torch.save(torch.load(path, weights_only=True), path)."
-            )
+    if path.is_file() and _beginning(path, 1) == b"\x80":
+        return (
+            "is a pickle, as torch.save wrote it before torch 1.6 or with _use_new_zipfile_serialization=False; "
+            "save it again with torch.save(torch.load(path, weights_only=True), path)."
+        )
+    if not path.is_dir():
         return f"holds no weights that can be read; they may be in {_KINDS}."
     if any(path.glob("*.bin.index.json")):
         return (

@@ -27,9 +27,9 @@ class Weights(Suite):
 
     @promise(after=("averages_gradients", "ties_stay_tied", "frozen_parameters_stay_frozen", "buffers_are_right"))
     def test_weights_of_others_fill_the_module(self, ranks: Ranks, tmp_path: Path) -> None:
-        """A safetensors file brings what plain PyTorch loads from it, bit for bit, on every rank; training goes on there.
+        """A safetensors file brings what plain PyTorch loads from it, bit for bit, on every rank.
 
-        A tied weight stands in the file under one of its names.
+        Training goes on from there. A tied weight stands in the file under one of its names.
 
         Usual cause:
             Only rank 0 fills what it holds, or the optimizer steps a copy of the weights that was not filled.
