@@ -184,6 +184,7 @@ class Remembering(Talking):
         names: Names | None = None,
         cast: bool = False,
         strict: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> tuple[str, ...]:
         """Fill a module with weights that another library has written; every rank calls this.
 
@@ -193,13 +194,14 @@ class Remembering(Talking):
         to be there under one of its names only.
 
         Args:
-            path: The file or the folder.
+            path: The file or the folder, by a path or a URL.
             module: What setup returned.
             key: For files that hold state dicts under keys: which, such as ``"model"`` in ``{"model": {...}}``.
             names: The module's name for each of the files' names, as a dict or a function; None for a name drops the
                 tensor. Names that a dict does not have stay as they are.
             cast: Whether floating-point tensors may be brought to the module's dtypes.
             strict: Whether anything that differs or lacks is an error, before anything was touched.
+            storage_options: For the store a URL names.
 
         Returns:
             With ``strict=False``, what did not fit and was left as it was, a sentence each.
@@ -214,7 +216,16 @@ class Remembering(Talking):
         self.barrier(f"load_weights of {path}")
         known = self._on_all_ranks("loading", path, lambda: self._registry.of(module))
         state = self.engine_state({"model": known.module}, {})
-        left = load_weights(path, state, coordinator=self.collectives, key=key, names=names, cast=cast, strict=strict)
+        left = load_weights(
+            path,
+            state,
+            coordinator=self.collectives,
+            key=key,
+            names=names,
+            cast=cast,
+            strict=strict,
+            storage_options=storage_options,
+        )
         if left:
             warnings.warn(f"left as they were: {'; '.join(left)}.", stacklevel=2)
         return left
