@@ -169,8 +169,7 @@ def other_torches(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Run the tests across distributions, by what a user does; options after -- go to pytest."""
-    pythons = os.pathsep.join(str(environment(name) / "python") for name in environments())
-    run(session, "main", "pytest", "integration_tests", *session.posargs, settings={"SHARD_PYTHONS": pythons})
+    run(session, "main", "pytest", "integration_tests", *session.posargs, settings=pythons())
 
 
 @nox.session
@@ -179,7 +178,7 @@ def long(session: nox.Session) -> None:
     places = [(environment_of(dist), folder / "tests") for dist, folder in DISTRIBUTIONS.items()]
     for name, place in (*places, ("main", ROOT / "integration_tests")):
         chosen = (str(place), "-m", "long", f"--timeout={LONGEST}")
-        run(session, name, "pytest", *chosen, *session.posargs, success_codes=(0, NO_TESTS))
+        run(session, name, "pytest", *chosen, *session.posargs, settings=pythons(), success_codes=(0, NO_TESTS))
 
 
 @nox.session
@@ -300,6 +299,11 @@ def environment_of(dist: str) -> str:
     """Tell which environment a distribution lives in: its own where it has its own pins, else main."""
     own = dist.removeprefix("shard-")
     return own if pins(own).exists() else "main"
+
+
+def pythons() -> dict[str, str]:
+    """Tell tests across distributions where the interpreters of all environments are."""
+    return {"SHARD_PYTHONS": os.pathsep.join(str(environment(name) / "python") for name in environments())}
 
 
 def environments() -> list[str]:

@@ -1,23 +1,23 @@
-"""One leg of a journey: load a checkpoint under some strategy, note every bit of it, train on, save.
-
-As a script it goes one leg with whatever is installed beside its interpreter, and leaves its notes in a file.
-"""
+"""One leg of a walk: load a checkpoint under some strategy, note every bit of it, train on, save, and go on."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
+import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from shard_core import Strategy, get_strategy
 from shard_core.testing import models
-from shard_core.testing.training import step
 
-STEPS, BATCH = 4, 12
+STEPS, BATCH = 2, 12
+EPOCH_STEPS = 5
+HALF_PERIOD = 6
 LEARNING_RATE_BEFORE_LOADING = 123.0
 
 
@@ -26,41 +26,66 @@ class Leg:
     """Where a leg begins and ends.
 
     Attributes:
-        seed: What the weights are drawn from, in vain where a checkpoint is loaded.
+        seed: What weights and random numbers are drawn from, in vain where a checkpoint is loaded.
         load: The checkpoint it begins with.
         save: Where it leaves one.
-        first: How many steps were taken before it.
-        steps: How many it takes.
+        steps: How many it takes before it saves.
+        further: How many it takes after that, as if it had never been saved.
         form: In which form it saves.
     """
 
     seed: int = 0
     load: Path | None = None
     save: Path | None = None
-    first: int = 0
     steps: int = STEPS
+    further: int = 0
     form: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Notes:
-    """What was seen on a leg.
+class Stretch:
+    """What was seen on some steps.
 
     Attributes:
-        losses: The loss of each step over all ranks.
-        step: The step that stood in the checkpoint.
-        loaded: Every tensor right after loading; empty where nothing was loaded.
-        left: Every tensor at the end.
+        drawn: Random numbers of this rank before the first.
+        samples: Which samples all ranks trained on together, by step.
+        losses: The loss over all ranks, by step.
     """
 
+    drawn: dict[str, float]
+    samples: list[list[int]]
     losses: list[float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Notes:
+    """What was seen on a leg by one rank.
+
+    Attributes:
+        step: The step that stood in the checkpoint.
+        loaded: Every tensor right after loading; empty where nothing was loaded.
+        taken: The steps before saving.
+        left: Every tensor when it was saved.
+        further: The steps after saving.
+        data_ranks: The ranks' places among those that see different data.
+    """
+
     step: int
     loaded: dict[str, torch.Tensor]
+    taken: Stretch
     left: dict[str, torch.Tensor]
+    further: Stretch
+    data_ranks: list[int]
+
+
+def go_under(name: str, options: dict[str, Any], leg: Leg) -> Notes:
+    """Go a leg under a strategy, on every rank of a running world."""
+    with get_strategy(name, **options) as strategy:
+        return go(strategy, leg)
 
 
 def go(strategy: Strategy, leg: Leg) -> Notes:
-    """Build from a seed, load, train on the batches from the leg's first, save."""
+    """Build from a seed, load, train, save, train on."""
     strategy.seed_everything(leg.seed)
     with strategy.module_init_context():
         model = models.make("gpt")
@@ -69,18 +94,59 @@ def go(strategy: Strategy, leg: Leg) -> Notes:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE_BEFORE_LOADING
     model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, HALF_PERIOD, eta_min=0.001)
+    loader = strategy.process_dataloader(numbered_texts(), split_batches=True)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "step": 0}
     if leg.load is not None:
         assert strategy.load_checkpoint(leg.load, state) == {}
+    step = state["step"]
+    drawn = draw(strategy)  # before anything else: some engines' generators move with whatever runs on the device
     loaded = bits(strategy, model, optimizer) if leg.load is not None else {}
-    losses = []
-    for batch in models.batches("gpt", leg.first + leg.steps, BATCH)[leg.first :]:
-        losses.append(step(strategy, model, optimizer, batch))
-        scheduler.step()
+    batches = endless(loader)
+
+    def train(steps: int, drawn: dict[str, float]) -> Stretch:
+        samples, losses = [], []
+        for _ in range(steps):
+            numbers, *batch = next(batches)
+            loss = model(*batch)
+            strategy.backward(loss, model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(float(strategy.all_reduce(loss.detach())))
+            shares = strategy.collectives.gather_objects(numbers.tolist())
+            samples.append(sorted({number for share in shares for number in share}))
+        return Stretch(drawn=drawn, samples=samples, losses=losses)
+
+    taken = train(leg.steps, drawn)
+    left = bits(strategy, model, optimizer)
     if leg.save is not None:
-        strategy.save_checkpoint(leg.save, {**state, "step": leg.first + leg.steps}, state_dict_type=leg.form)
-    return Notes(losses=losses, step=state["step"], loaded=loaded, left=bits(strategy, model, optimizer))
+        strategy.save_checkpoint(leg.save, {**state, "step": step + leg.steps}, state_dict_type=leg.form)
+    further = train(leg.further, draw(strategy))
+    data_ranks = strategy.collectives.gather_objects(strategy.distributed_sampler_kwargs["rank"])
+    return Notes(step=step, loaded=loaded, taken=taken, left=left, further=further, data_ranks=data_ranks)
+
+
+def numbered_texts() -> DataLoader[Any]:
+    """Load the batches of an epoch, shuffled; each sample comes with its number."""
+    inputs, targets = models.batches("gpt", 1, EPOCH_STEPS * BATCH)[0]
+    return DataLoader(TensorDataset(torch.arange(len(inputs)), inputs, targets), batch_size=BATCH, shuffle=True)
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Give epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def draw(strategy: Strategy) -> dict[str, float]:
+    """Draw from each random number generator of this rank."""
+    return {
+        "python": random.random(),
+        "numpy": float(numpy.random.random()),
+        "torch": torch.rand(()).item(),
+        "device": torch.rand((), device=strategy.root_device).item(),
+    }
 
 
 def bits(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -89,30 +155,3 @@ def bits(strategy: Strategy, model: torch.nn.Module, optimizer: torch.optim.Opti
     for name, slots in strategy.optimizer_state_dict(optimizer).get("state", {}).items():
         found |= {f"{name}.{slot}": torch.as_tensor(value).cpu().clone() for slot, value in slots.items()}
     return found
-
-
-def assert_nothing_changed(loaded: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], where: str) -> None:
-    """Compare what a leg has loaded with what the leg before left, bit for bit."""
-    assert loaded.keys() == saved.keys(), f"{where} has other tensors: {loaded.keys() ^ saved.keys()}"
-    for key, tensor in saved.items():
-        assert loaded[key].dtype == tensor.dtype, f"{key} has another dtype {where}"
-        assert torch.equal(loaded[key], tensor), f"{key} changed on its way to {where}"
-
-
-def main() -> None:
-    """Go one leg."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("strategy")
-    parser.add_argument("--options", type=json.loads, default={}, help="for get_strategy, as JSON")
-    parser.add_argument("--notes", type=Path, required=True, help="where the notes go")
-    parser.add_argument("--load", type=Path)
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--first", type=int, default=0)
-    told = parser.parse_args()
-    leg = Leg(seed=told.first, load=told.load, save=told.save, first=told.first)
-    notes: Any = get_strategy(told.strategy, **told.options).launch(go, leg)
-    torch.save(dataclasses.asdict(notes), told.notes)
-
-
-if __name__ == "__main__":
-    main()

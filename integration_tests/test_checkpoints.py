@@ -1,72 +1,96 @@
 """A checkpoint of one strategy and world size goes on under any other, bit for bit."""
 
-import json
+import itertools
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import leg as legs
 import pytest
-import torch
-from environments import python_with, run, succeed
-from leg import STEPS, Leg, Notes, assert_nothing_changed
+from environments import python_with
+from foreign_worlds import ForeignWorlds
+from leg import STEPS, Leg, Notes, go_under
+from walk import SIZES, Station, every_ordered_pair
 
-from shard_core import get_strategy
 from shard_core.testing.oracle import assert_same_numbers
+from shard_core.testing.suites.checkpoint.bits import assert_same_bits
 
-LEGS = [("fsdp", 2), ("ddp", 3), ("single", 1), ("fsdp", 3), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
+Go = Callable[[Station, Leg], list[Notes]]
 
-SPLIT = {"blocks.*.expand": "colwise", "blocks.*.contract": "rowwise"}
-JOURNEY: list[tuple[str, dict[str, Any]]] = [
-    ("fsdp", {"devices": 2}),
-    ("deepspeed_stage_3", {"devices": 3}),
-    ("tp", {"devices": 4, "tensor_parallel_size": 2, "plan": SPLIT}),
-    ("xla_fsdp", {"devices": 3, "collectives": "host"}),
-    ("deepspeed_stage_1", {"devices": 2}),
-    ("xla_spmd", {"virtual_devices": 4}),
-    ("ddp", {"devices": 2}),
-    ("single", {}),
+FORMS = ("sharded", "full")
+#: Few processes, since each has to import its engine.
+ONCE = [
+    *(Station("fsdp", 3), Station("deepspeed_stage_3", 3), Station("tp", 2), Station("xla_fsdp", 2)),
+    *(Station("deepspeed_stage_1", 3), Station("xla_spmd", 4), Station("ddp", 2), Station("ddp", 2)),
+    *(Station("deepspeed_stage_2", 3), Station("single", 1)),
 ]
 
 
-def go(strategy_name: str, leg: Leg) -> Notes:
-    """Go a leg in a running world."""
-    with get_strategy(strategy_name) as strategy:
-        return legs.go(strategy, leg)
+@pytest.fixture(scope="module")
+def go(worlds: Any) -> Iterator[Go]:
+    """Give a callable that goes a leg on the ranks of a station, which live on for the next."""
+    held: dict[Path, Any] = {Path(sys.executable): worlds}
 
+    def on(station: Station, leg: Leg) -> list[Notes]:
+        python = python_with(station.strategy)
+        if python not in held:
+            held[python] = ForeignWorlds(python)
+        world = held[python](station.ranks, station.environment)
+        return world.run(go_under, station.strategy, station.options, leg, timeout=200)
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
-def test_ring_through_all_strategies(worlds: Any, tmp_path: Path, form: str) -> None:
-    """Each leg loads what the leg before saved, has its very bits, and goes on as if never interrupted."""
-    uninterrupted = worlds(1).run(go, "single", Leg(steps=STEPS * len(LEGS)))[0].losses
-    losses: list[float] = []
-    saved: dict[str, torch.Tensor] = {}
-    for number, (strategy, size) in enumerate(LEGS):
-        load = tmp_path / f"leg-{number - 1}" if number else None
-        leg = Leg(seed=number, load=load, save=tmp_path / f"leg-{number}", first=number * STEPS, form=form)
-        notes = worlds(size).run(go, strategy, leg)[0]
-        if load is not None:
-            assert notes.step == number * STEPS
-            assert_nothing_changed(notes.loaded, saved, f"{strategy} at {size}")
-        saved = notes.left
-        losses += notes.losses
-    assert_same_numbers("loss", losses, uninterrupted, 2e-6)
+    yield on
+    for foreign in held.values():
+        if foreign is not worlds:
+            foreign.close()
 
 
 @pytest.mark.timeout(900)
-def test_journey_through_all_engines_and_environments(worlds: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_walk_through_every_strategy(go: Go, tmp_path: Path, form: str) -> None:
     """Unlike engines, and environments with unlike versions of torch, read one another's checkpoints."""
-    uninterrupted = worlds(1).run(go, "single", Leg(steps=STEPS * len(JOURNEY)))[0].losses
+    assert {station.strategy for station in ONCE} == set(SIZES)
+    walk(go, ONCE, tmp_path, form)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("form", FORMS)
+def test_walk_from_every_strategy_to_every_other(go: Go, tmp_path: Path, form: str) -> None:
+    """Every ordered pair, at 1 to 4 ranks."""
+    stations = every_ordered_pair()
+    ways = set(itertools.pairwise(stations))
+    assert {(before.strategy, after.strategy) for before, after in ways} == {(a, b) for a in SIZES for b in SIZES}
+    assert {(station.strategy, station.size) for station in stations} == {(a, n) for a in SIZES for n in SIZES[a]}
+    walk(go, stations, tmp_path, form)
+
+
+def walk(go: Go, stations: list[Station], folder: Path, form: str) -> None:
+    """Go from station to station; each goes on as the one before did, and all as if never interrupted."""
     losses: list[float] = []
-    saved: dict[str, torch.Tensor] = {}
-    for number, (strategy, options) in enumerate(JOURNEY):
-        arguments = ["--save", f"{tmp_path / str(number)}", "--notes", f"{tmp_path / 'notes.pt'}"]
-        arguments += ["--load", f"{tmp_path / str(number - 1)}"] if number else []
-        arguments += ["--first", str(number * STEPS), "--options", json.dumps(options)]
-        succeed(run(tmp_path, str(python_with(strategy)), legs.__file__, strategy, *arguments))
-        notes = Notes(**torch.load(tmp_path / "notes.pt", weights_only=True))
+    before: list[Notes] = []
+    for number, station in enumerate(stations):
+        load = folder / str(number - 1) if number else None
+        notes = go(station, Leg(seed=number, load=load, save=folder / str(number), further=STEPS, form=form))
         if number:
-            assert notes.step == number * STEPS
-            assert_nothing_changed(notes.loaded, saved, f"{strategy} with {options}")
-        saved = notes.left
-        losses += notes.losses
-    assert_same_numbers("loss", losses, uninterrupted, 2e-6)
+            assert_goes_on(f"{station} after {stations[number - 1]}", notes, before)
+            assert notes[0].step == number * STEPS
+            if station == stations[number - 1]:
+                assert [each.taken.drawn for each in notes] == [each.further.drawn for each in before], str(station)
+        losses += notes[0].taken.losses
+        before = notes
+    uninterrupted = go(Station("single", 1), Leg(steps=len(losses)))[0].taken.losses
+    assert_same_numbers("the loss", losses, uninterrupted, 1e-6)
+
+
+def assert_goes_on(where: str, notes: list[Notes], before: list[Notes]) -> None:
+    """Hold what was loaded, and the first steps after it, against the run that was saved and went on."""
+    assert_same_bits(where, notes[0].loaded, before[0].left)
+    taken, further = notes[0].taken, before[0].further
+    assert taken.samples == further.samples, f"{where} trains on other samples"
+    assert_same_numbers(f"the loss of {where}", taken.losses, further.losses, 1e-6)
+    if notes[0].data_ranks == before[0].data_ranks:
+        for rank, (mine, theirs) in enumerate(zip(notes, before, strict=True)):
+            for name in ("python", "numpy", "torch"):
+                assert mine.taken.drawn[name] == theirs.further.drawn[name], (
+                    f"{where} draws anew on rank {rank}: {name}"
+                )

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import leg as legs
 import pytest
-from leg import Leg
+from leg import Leg, go_under
 
 from shard_core import get_strategy
 from shard_core.checkpoint.differences import compare
@@ -42,11 +41,6 @@ def refuse(strategy_name: str, folder: str) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
-def go(strategy_name: str, leg: Leg) -> None:
-    with get_strategy(strategy_name) as strategy:
-        legs.go(strategy, leg)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_resume_from_what_rank_0_sees(worlds: Any, tmp_path: Path, strategy: str) -> None:
     folders = [tmp_path / "rank-0", tmp_path / "rank-1"]
@@ -71,22 +65,20 @@ def test_saves_on_two_ranks_leave_the_last_few(worlds: Any, tmp_path: Path, stra
 
 def test_strategy_form_and_number_of_ranks_are_no_differences(worlds: Any, tmp_path: Path) -> None:
     """One training state, carried through strategies without a step, is the same in each of its checkpoints."""
-    worlds(2).run(go, "fsdp", Leg(save=tmp_path / "0"))
+    worlds(2).run(go_under, "fsdp", {}, Leg(save=tmp_path / "0"))
     carried = [("ddp", 2, None), ("fsdp", 3, "full"), ("single", 1, None), ("fsdp", 2, None)]
     for number, (strategy, size, form) in enumerate(carried, 1):
-        leg = Leg(
-            seed=number, load=tmp_path / str(number - 1), save=tmp_path / str(number), steps=0, first=4, form=form
-        )
-        worlds(size).run(go, strategy, leg)
+        leg = Leg(seed=number, load=tmp_path / str(number - 1), save=tmp_path / str(number), steps=0, form=form)
+        worlds(size).run(go_under, strategy, {}, leg)
         comparison = compare(tmp_path / "0", tmp_path / str(number))
         assert comparison.differences == ()
         assert comparison.tensors > 20
-    worlds(2).run(go, "fsdp", Leg(load=tmp_path / "0", save=tmp_path / "further", first=4, steps=1))
+    worlds(2).run(go_under, "fsdp", {}, Leg(load=tmp_path / "0", save=tmp_path / "further", steps=1))
     assert {each.kind for each in compare(tmp_path / "0", tmp_path / "further").differences} >= {"elements", "value"}
 
 
 def test_the_command_needs_nothing_that_wrote_the_checkpoint(worlds: Any, tmp_path: Path) -> None:
-    worlds(2).run(go, "fsdp", Leg(save=tmp_path / "a"))
+    worlds(2).run(go_under, "fsdp", {}, Leg(save=tmp_path / "a"))
     program = """
 import sys
 class Refuse:

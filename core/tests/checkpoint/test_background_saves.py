@@ -128,7 +128,7 @@ def test_what_comes_next_to_a_failed_save_raises_it(tmp_path: Path) -> None:
     ):
         strategy, state = single()
         strategy.save_checkpoint(tmp_path / "file" / "below", state, blocking=False)
-        with pytest.raises(CheckpointError, match="Not a directory"):
+        with pytest.raises(CheckpointError, match="a part of it is a file"):
             call(strategy, state)
         assert not (tmp_path / "next").exists()
         strategy.save_checkpoint(tmp_path / "after", {"step": 1}, blocking=False)
@@ -147,7 +147,7 @@ def test_a_failed_save_hides_no_error_of_the_users(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError) as error:
         train_badly()
-    assert "Not a directory" in error.value.__notes__[0]
+    assert "a part of it is a file" in error.value.__notes__[0]
 
 
 def on_a_full_disk(folder: Path) -> tuple[int, str, str | None]:
@@ -259,7 +259,7 @@ def test_a_process_that_ends_with_a_failed_save_says_so_and_fails(tmp_path: Path
     assert done.returncode == 1
     assert done.stdout == "the end\n"
     assert done.stderr.startswith("A save in the background failed: ")
-    assert "Not a directory" in done.stderr
+    assert "a part of it is a file" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

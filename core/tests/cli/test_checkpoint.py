@@ -61,10 +61,10 @@ def test_every_damaged_tensor_is_named(checkpoint):
     assert f"- model.weight in {path.name}: its bytes are lost" in result.output
 
 
-def test_a_save_that_was_never_committed_is_found_wanting(checkpoint):
+def test_a_save_that_was_never_committed_is_no_checkpoint(checkpoint):
     (checkpoint / "manifest.json").unlink()
     result = _verify(checkpoint)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "A save into it was not completed" in result.output
 
 

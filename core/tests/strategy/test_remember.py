@@ -155,6 +155,54 @@ def test_storage_that_cannot_tell_the_newest_says_so() -> None:
         strategy.latest_checkpoint("run")
 
 
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        (lambda strategy, path, _: strategy.save_checkpoint("", {}), "the path is empty"),
+        (lambda strategy, path, _: strategy.latest_checkpoint(""), "the path is empty"),
+        (lambda strategy, path, model: strategy.load_weights("", model), "the path is empty"),
+        (lambda strategy, path, _: strategy.save_checkpoint(path / "file" / "c", {}), "a part of it is a file"),
+        (lambda strategy, path, _: strategy.latest_checkpoint(path / "file"), "is a file; a run keeps"),
+        (lambda strategy, path, model: strategy.load_weights("/dev/null", model), "holds no weights that can be read"),
+        (lambda strategy, path, _: strategy.save_checkpoint(path / "c", {}, filter=3), "filter is 3, of type int"),
+        (lambda strategy, path, _: strategy.save_checkpoint(path / "c", {}, blocking="no"), "blocking is 'no'"),
+        (
+            lambda strategy, path, _: strategy.save_checkpoint(path / "c", {}, storage_options=[]),
+            "storage_options is []",
+        ),
+        (lambda strategy, path, _: strategy.load_checkpoint(path / "c", {}, strict="no"), "strict is 'no'"),
+        (lambda strategy, path, model: strategy.load_weights(path / "w", model, names=3), "names is 3, of type int"),
+        (lambda strategy, path, model: strategy.load_weights(path / "w", model, key=3), "key is 3, of type int"),
+        (lambda strategy, path, model: strategy.load_weights(path / "w", model, cast="no"), "cast is 'no'"),
+        (
+            lambda strategy, path, _: strategy.save_checkpoint(path / "c", {"a": {"b": torch.empty(2, device="meta")}}),
+            "'a.b' is on the meta device",
+        ),
+        (
+            lambda strategy, path, _: strategy.save_checkpoint(path / "c", {"a": torch.eye(2).to_sparse()}),
+            "'a' has layout torch.sparse_coo",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_a_sentence(tmp_path: Path, call: Any, part: str) -> None:
+    (tmp_path / "file").touch()
+    strategy, state = ready(0)
+    with pytest.raises(ShardError) as caught:
+        call(strategy, tmp_path, state["model"])
+    assert part in str(caught.value)
+    assert "failed" not in str(caught.value)
+
+
+def test_differences_are_told_in_the_users_own_names(tmp_path: Path) -> None:
+    strategy, state = ready(0)
+    strategy.save_checkpoint(tmp_path / "c", {"net": state["model"], "optimizer": state["optimizer"]})
+    other = get_strategy("single")
+    with pytest.raises(
+        CheckpointMismatch, match=r"- 'net\.weight' has shape \(2, 4\) here, \(2, 3\) in the checkpoint"
+    ):
+        other.load_checkpoint(tmp_path / "c", {"net": other.setup_module(nn.Linear(4, 2))})
+
+
 @pytest.mark.parametrize("path", [None, 3, b"run/step-1"])
 def test_a_path_that_is_none_is_refused_in_a_sentence(path: Any) -> None:
     strategy, state = ready(0)
@@ -197,6 +245,49 @@ class Speechless:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+class Failing(Elsewhere):
+    """Storage of somebody that fails on rank 1."""
+
+    def save(self, path: Any, state: Any, values: Any, *, coordinator: Any, **options: Any) -> SaveHandle:
+        """Fail there."""
+        if coordinator.rank == 1:
+            raise OSError("no room")
+        return SaveHandle.finished(path)
+
+    def load(self, path: Any, state: Any, *, coordinator: Any, **options: Any) -> LoadedCheckpoint:
+        """Fail there."""
+        if coordinator.rank == 1:
+            raise KeyError("lost")
+        return LoadedCheckpoint(values={}, information={})
+
+
+def fails_on_one_rank(folder: Path) -> list[str]:
+    """Save and load with storage that fails on rank 1, and with a filter that says something else there."""
+    said = []
+    with get_strategy("ddp", checkpoint_io=Failing()) as failing, get_strategy("ddp") as strategy:
+        model = strategy.setup_module(nn.Linear(3, 2))
+        for call in (
+            lambda: failing.save_checkpoint(folder / "c", {"step": 1}),
+            lambda: failing.load_checkpoint(folder / "c"),
+            lambda: strategy.save_checkpoint(folder / "c", {"net": model}, filter=lambda _: strategy.global_rank == 1),
+        ):
+            try:
+                call()
+            except ShardError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_storage_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    with World(2) as world:
+        told = world.run(fails_on_one_rank, tmp_path, timeout=20)
+    for saving, loading, filtering in told:
+        assert saving.endswith("failed on 1 of 2 ranks: rank 1: OSError: no room")
+        assert loading.endswith("failed on 1 of 2 ranks: rank 1: KeyError: 'lost'")
+        assert filtering.startswith("CheckpointError: ")
+        assert "filter must answer alike on every rank" in filtering
 
 
 def errs_on_one_rank(folder: Path) -> list[str]:

@@ -107,6 +107,7 @@ ROGUES = {
     "never_strict": Fault("strict_names_every_difference", _CHECKPOINT),
     "always_strict": Fault("not_strict_takes_what_fits", _CHECKPOINT),
     "fills_before_refusing": Fault("mismatch_changes_nothing", _CHECKPOINT),
+    "skips_a_weight": Fault("weights_of_others_fill_the_module", ("checkpoint.weights",)),
     "ignores_filter": Fault("filter_keeps_what_it_names", _CHECKPOINT),
     "keeps_values": Fault("plain_values_come_back", _CHECKPOINT),
     "whole_everywhere": Fault("state_dicts_are_whole", _CHECKPOINT),
@@ -132,6 +133,7 @@ _ALWAYS = (
     *("seeds_anew", "masks_alike", "unshared_data"),
     *("max_is_sum", "rank_dependent", "hides_sync_grads", "never_waits"),
     *("drops_moments", "rounds_a_tensor", "one_size_only", "never_strict", "loads_damaged", "saves_later"),
+    "skips_a_weight",
     *("last_rank_returns", "swallows_exceptions"),
 )
 

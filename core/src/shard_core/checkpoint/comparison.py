@@ -68,8 +68,8 @@ class TensorComparison:
         if stored is None:
             # State that was not there at the save is dropped at the load; nothing is missing.
             if not optimizer_state:
-                hint = nearest(shard.key, self._tensors) if len(self.differences) < _LISTED else ""
-                self._tell(shard, f"is not in the checkpoint{hint}")
+                hint = self._hint(match, shard.key)
+                self._tell(match, shard, f"is not in the checkpoint{hint}")
             return
         self._claimed.add(stored)
         tensor = self._tensors[stored]
@@ -79,16 +79,23 @@ class TensorComparison:
             self.fitting.append(Fit(shard, stored, owner))
             return
         if here[1] != tensor.shape:
-            self._tell(shard, f"has shape {shard.shape} here, {tensor.shape} in the checkpoint")
+            self._tell(match, shard, f"has shape {shard.shape} here, {tensor.shape} in the checkpoint")
         else:
-            self._tell(shard, f"has dtype {here[0]} here, {tensor.dtype} in the checkpoint")
+            self._tell(match, shard, f"has dtype {here[0]} here, {tensor.dtype} in the checkpoint")
         self.unfit.add(owner)
 
-    def _tell(self, shard: TensorShard, difference: str) -> None:
+    def _tell(self, match: ModuleMatch, shard: TensorShard, difference: str) -> None:
         """Note a difference of a tensor, once however many boxes of it are here."""
         if shard.key not in self._told:
             self._told.add(shard.key)
-            self.differences.append(f"{shard.key!r} {difference}")
+            self.differences.append(f"{match.called(shard.key)} {difference}")
+
+    def _hint(self, match: ModuleMatch, key: str) -> str:
+        """Suggest what may have been meant; the comparison is slow, and long lists are cut anyway."""
+        if len(self.differences) >= _LISTED:
+            return ""
+        saved = [each.removeprefix(match.saved_model) for each in self._tensors if each.startswith(match.saved_model)]
+        return nearest(f"{match.live}.{match.parameter_of(key)}", [f"{match.live}.{name}" for name in saved])
 
     def finish(self, restored: set[tuple[str, str]]) -> None:
         """List what the checkpoint holds and nothing here asked for.
@@ -104,12 +111,13 @@ class TensorComparison:
                 if key.startswith(match.saved_model):
                     tie = match.tied_here(key)
                     reason = f"is tied to {tie!r} here, but kept apart" if tie else "is not here, but"
-                    self.differences.append(f"{key!r} {reason} in the checkpoint")
+                    self.differences.append(f"{match.called(key, live=False)} {reason} in the checkpoint")
                 elif key.startswith(match.saved_optim):
                     name = key.removeprefix(match.saved_optim).rpartition(".")[0]
                     takers = {(match.live, taker) for taker in match.live_names(name)} & restored - self.unfit
                     if takers:
-                        self.differences.append(f"{key!r} is in the checkpoint, but no optimizer here can take it")
+                        told = match.called(key, live=False)
+                        self.differences.append(f"{told} is in the checkpoint, but no optimizer here can take it")
                     refused |= takers
         self.unfit |= refused
 

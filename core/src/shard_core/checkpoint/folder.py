@@ -38,9 +38,15 @@ def latest(folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
 
     Returns:
         The checkpoint's path, or its URL where it is in a store, or None if there is none.
+
+    Raises:
+        CheckpointNotFound: If it is a file.
     """
     newest: tuple[int, Folder] | None = None
-    for each in committed(open_folder(folder, storage_options)):
+    opened = open_folder(folder, storage_options)
+    if opened.is_file():
+        raise CheckpointNotFound(f"{str(opened)!r} is a file; a run keeps its checkpoints in a folder.")
+    for each in committed(opened):
         try:
             created = Manifest.from_bytes(read_manifest(each)).created
         except CheckpointCorrupted as error:

@@ -50,6 +50,19 @@ class ModuleMatch:
         stored = f"{self.saved_optim}{self._stored_name(name)}.{slot}"
         return stored if stored in self._tensors else None
 
+    def called(self, key: str, *, live: bool = True) -> str:
+        """Name a tensor by the user's own key for its module.
+
+        Args:
+            key: The tensor's.
+            live: Whether it is a live key, rather than one of the checkpoint's.
+        """
+        model, optim = (self._live_model, self._live_optim) if live else (self.saved_model, self.saved_optim)
+        if key.startswith(model):
+            return repr(f"{self.live}.{key.removeprefix(model)}")
+        name, _, slot = key.removeprefix(optim).rpartition(".")
+        return f"the optimizer's {slot!r} of {f'{self.live}.{name}'!r}"
+
     def parameter_of(self, key: str) -> str:
         """Give the name, in a live key, of the tensor or of the parameter whose state it is."""
         if key.startswith(self._live_model):

@@ -116,7 +116,7 @@ class Ownership:
         Raises:
             CheckpointError: If the tensor holds no values that could be saved, or is laid out oddly.
         """
-        _check_values(key, tensor)
+        check_values(key, tensor)
         if isinstance(tensor, DTensor):
             local = tensor.to_local().detach()
             box, copies = self._layout(key, tensor, tuple(local.shape))
@@ -177,8 +177,19 @@ def _fixed_axes(mesh: DeviceMesh, part: DeviceMesh) -> list[int]:
     return [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and len(inside[:, axis].unique()) == 1]
 
 
-def _check_values(key: str, tensor: torch.Tensor) -> None:
+def check_values(key: str, tensor: torch.Tensor) -> None:
+    """Make sure that a tensor's elements can be written down.
+
+    Args:
+        key: What to call it.
+        tensor: The tensor.
+
+    Raises:
+        CheckpointError: If it has none, or not one beside the other.
+    """
     if tensor.is_meta:
-        raise CheckpointError(f"{key!r} is on the meta device and has no values; set the module up before saving it.")
+        raise CheckpointError(
+            f"{key!r} is on the meta device and has no values; only what was set up or filled can be saved."
+        )
     if tensor.layout is not torch.strided:
         raise CheckpointError(f"{key!r} has layout {tensor.layout}; only dense tensors can be saved, call to_dense().")

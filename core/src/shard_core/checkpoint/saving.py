@@ -14,6 +14,7 @@ from shard_core.checkpoint.commit import KINDS, Attempt
 from shard_core.checkpoint.dtypes import ITEM_SIZES, dtype_code
 from shard_core.checkpoint.index import Chunk, ChunkIndex, TensorRecord
 from shard_core.checkpoint.merging import merge_parts
+from shard_core.checkpoint.ownership import check_values
 from shard_core.checkpoint.part import Part, decode_part, encode_part, index_of
 from shard_core.checkpoint.reading import TensorReader
 from shard_core.checkpoint.shard import TensorShard
@@ -47,6 +48,8 @@ def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, J
             raise CheckpointError(
                 f"{path!r} is a distributed tensor; put the module that holds it into the state, or a plain tensor."
             )
+        if write:
+            check_values(path, tensor)
         if key in shards:
             raise CheckpointError(f"two tensors in the state are called {path!r}; rename one.")
         shards[key] = TensorShard(
@@ -114,7 +117,13 @@ def gather_parts(attempt: Attempt, digests: Sequence[str]) -> ChunkIndex:
         CheckpointError: If a part is not to be seen from here, or the boxes do not tile every tensor.
     """
     index = merge_parts(_parts(attempt, digests))
-    index.check()
+    try:
+        index.check()
+    except CheckpointCorrupted as error:
+        raise CheckpointError(
+            f"what the ranks wrote does not make up whole tensors: {error} Every rank must save the same state, and "
+            "filter must answer alike on every rank."
+        ) from error
     return index
 
 

@@ -76,16 +76,16 @@ def verify(
         The verdict; it names every damaged tensor.
 
     Raises:
-        CheckpointNotFound: If the path is no checkpoint and no remains of one.
+        CheckpointNotFound: If the path is no checkpoint; says so if it is what is left of one.
     """
     folder = open_folder(path, storage_options)
     try:
         manifest = Manifest.from_bytes(read_manifest(folder))
         index = read_index(folder, manifest)
     except CheckpointNotFound as error:
-        if not any(FILE_NAME.fullmatch(name) for name in (each.name for each in folder.listing())):
-            raise
-        return _hopeless(folder, f"{error} A save into it was not completed, or its manifest is lost.")
+        if any(FILE_NAME.fullmatch(each.name) for each in folder.listing()):
+            raise CheckpointNotFound(f"{error} A save into it was not completed, or its manifest is lost.") from error
+        raise
     except CheckpointCorrupted as error:
         return _hopeless(folder, str(error))
     damage: list[Damage] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from shard_core.randomness import (
 
 if TYPE_CHECKING:
     from shard_core.coordinator import Coordinator
+    from shard_core.strategy.engine import Engine
 
 _NUMPY_SEEDS = 2**32
 
@@ -43,6 +45,21 @@ def gather_random_state(
         "data_ranks": [data for data, _ in ranks],
         "generators": {name: torch.stack([states[name] for _, states in ranks]) for name in own},
     }
+
+
+@contextlib.contextmanager
+def generator_kept(engine: Engine) -> Iterator[None]:
+    """Let a save leave no trace in the run: some engines' generators move with whatever runs on the device.
+
+    Args:
+        engine: Whose generator is put back to where it stood.
+    """
+    before = engine.engine_random_state()
+    try:
+        yield
+    finally:
+        if before is not None:
+            engine.engine_set_random_state(before)
 
 
 def check_random_state(saved: Any, coordinator: Coordinator, device: torch.device) -> None:

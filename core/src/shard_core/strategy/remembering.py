@@ -1,31 +1,29 @@
-"""Saving, loading, and looking at what is spread over ranks."""
+"""Saving and loading."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from shard_core.checkpoint.agreement import together
-from shard_core.checkpoint.assembly import full_tensors
+from shard_core.checkpoint.arguments import check_filter, check_flag, check_storage_options
 from shard_core.checkpoint.contents import Contents
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.own_keys import OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.peers.loading import load_weights
 from shard_core.checkpoint.storage.opening import check_path
 from shard_core.errors import CheckpointError, InvalidOption
-from shard_core.strategy.random_state import check_random_state, gather_random_state, take_up
-from shard_core.strategy.talking import Talking
+from shard_core.strategy.looking import Looking
+from shard_core.strategy.random_state import check_random_state, gather_random_state, generator_kept, take_up
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from shard_core.checkpoint.peers.comparison import Names
-    from shard_core.checkpoint.state import TrainingState
 
 T = TypeVar("T")
 
@@ -33,7 +31,7 @@ T = TypeVar("T")
 PRECISION_KEY = f"{OWN_KEYS}precision"
 
 
-class Remembering(Talking):
+class Remembering(Looking):
     """Writes and reads checkpoints that every strategy and world size reads."""
 
     def save_checkpoint(
@@ -74,30 +72,41 @@ class Remembering(Talking):
         self.barrier(f"save_checkpoint of {path}")
 
         def take_apart() -> tuple[Contents, dict[str, Any]]:
+            check_filter(filter)
+            check_flag("blocking", blocking, or_none=True)
+            check_storage_options(storage_options)
             contents = self._contents(state)
             return contents, contents.values()
 
         contents, values = self._on_all_ranks("saving", path, take_apart)
-        handle = self.checkpoint_io.save(
-            path,
-            self.engine_state(contents.modules, contents.optimizers),
-            {**values, RANDOM_KEY: self._random_state()},
-            coordinator=self.collectives,
-            information={
-                "strategy": self.info.name,
-                "precision": self.precision.policy.name,
-                "options": str(self.config),
-            },
-            storage_options=storage_options,
-            filter=filter,
-            state_dict_type=state_dict_type or self.engine_checkpoint_form(),
-            blocking=blocking,
-        )
-        if not isinstance(handle, SaveHandle):
-            raise CheckpointError(
-                f"{type(self.checkpoint_io).__name__}.save returned {handle!r}; let it return a SaveHandle, such as "
-                "SaveHandle.finished(path)."
+        tensors = self.engine_state(contents.modules, contents.optimizers)
+        values[RANDOM_KEY] = self._random_state()
+
+        def save() -> SaveHandle:
+            handle = self.checkpoint_io.save(
+                path,
+                tensors,
+                values,
+                coordinator=self.collectives,
+                information={
+                    "strategy": self.info.name,
+                    "precision": self.precision.policy.name,
+                    "options": str(self.config),
+                },
+                storage_options=storage_options,
+                filter=filter,
+                state_dict_type=state_dict_type or self.engine_checkpoint_form(),
+                blocking=blocking,
             )
+            if not isinstance(handle, SaveHandle):
+                raise CheckpointError(
+                    f"{type(self.checkpoint_io).__name__}.save returned {handle!r}; let it return a SaveHandle, such "
+                    "as SaveHandle.finished(path)."
+                )
+            return handle
+
+        with generator_kept(self):
+            handle = self._on_all_ranks("saving", path, save)
         return self._saves.watch(handle, self.collectives)
 
     def load_checkpoint(
@@ -128,18 +137,28 @@ class Remembering(Talking):
         """
         self._saves.settle()
         self.barrier(f"load_checkpoint of {path}")
-        contents = self._on_all_ranks("loading", path, lambda: self._contents({} if state is None else state))
+
+        def take_apart() -> Contents:
+            check_flag("strict", strict)
+            check_storage_options(storage_options)
+            return self._contents({} if state is None else state)
+
+        contents = self._on_all_ranks("loading", path, take_apart)
         tensors = contents.modules or contents.optimizers
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
         # Checked with all else: a value found lacking after the tensors were filled would come too late.
         values = contents.names_of_values - {PRECISION_KEY}
-        loaded = self.checkpoint_io.load(
+        loaded = self._on_all_ranks(
+            "loading",
             path,
-            asked,
-            coordinator=self.collectives,
-            storage_options=storage_options,
-            strict=strict,
-            values=values,
+            lambda: self.checkpoint_io.load(
+                path,
+                asked,
+                coordinator=self.collectives,
+                storage_options=storage_options,
+                strict=strict,
+                values=values,
+            ),
         )
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
@@ -161,6 +180,7 @@ class Remembering(Talking):
         names: Names | None = None,
         cast: bool = False,
         strict: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> tuple[str, ...]:
         """Fill a module with weights that another library has written; every rank calls this.
 
@@ -170,13 +190,14 @@ class Remembering(Talking):
         to be there under one of its names only.
 
         Args:
-            path: The file or the folder.
+            path: The file or the folder, by a path or a URL.
             module: What setup returned.
             key: For files that hold state dicts under keys: which, such as ``"model"`` in ``{"model": {...}}``.
             names: The module's name for each of the files' names, as a dict or a function; None for a name drops the
                 tensor. Names that a dict does not have stay as they are.
             cast: Whether floating-point tensors may be brought to the module's dtypes.
             strict: Whether anything that differs or lacks is an error, before anything was touched.
+            storage_options: For the store a URL names.
 
         Returns:
             With ``strict=False``, what did not fit and was left as it was, a sentence each.
@@ -191,7 +212,16 @@ class Remembering(Talking):
         self.barrier(f"load_weights of {path}")
         known = self._on_all_ranks("loading", path, lambda: self._registry.of(module))
         state = self.engine_state({"model": known.module}, {})
-        left = load_weights(path, state, coordinator=self.collectives, key=key, names=names, cast=cast, strict=strict)
+        left = load_weights(
+            path,
+            state,
+            coordinator=self.collectives,
+            key=key,
+            names=names,
+            cast=cast,
+            strict=strict,
+            storage_options=storage_options,
+        )
         if left:
             warnings.warn(f"left as they were: {'; '.join(left)}.", stacklevel=2)
         return left
@@ -218,68 +248,12 @@ class Remembering(Talking):
 
         def look() -> Path | str | None:
             check_path(folder)
+            check_storage_options(storage_options)
             if not self.is_global_zero:
                 return None
             return self.checkpoint_io.latest(folder, storage_options=storage_options)
 
         return together(self.collectives, f"looking for checkpoints in {str(folder)!r}", look)[0]
-
-    def module_state_dict(self, module: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
-        """Give a module's parameters and persistent buffers under the user's own names.
-
-        Args:
-            module: What setup returned.
-            full: Whole tensors in host memory on rank 0 and nothing on other ranks; False gives what
-                is on this rank.
-
-        Returns:
-            Tensors by name; one that stands here in several boxes under ``name[begin:end,...]``, box by box.
-        """
-        known = self._registry.of(module)
-        state = self.engine_state({"model": known.module}, {})
-        if not full:
-            return {label.removeprefix("model."): view for label, view in _here(state)}
-        whole = full_tensors(state, self.collectives)
-        return {key.removeprefix("model."): tensor for key, tensor in whole if self.is_global_zero}
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, full: bool = True) -> dict[str, Any]:
-        """Give an optimizer's state by parameter name, in the layout of torch's own optimizer state dicts.
-
-        Args:
-            optimizer: One that was set up.
-            full: Whole tensors in host memory on rank 0 and an empty dict on other ranks; False gives
-                what is on this rank.
-
-        Returns:
-            ``{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
-        """
-        known = self._registry.owner(optimizer)
-        state = self.engine_state({"model": known.module}, {"optimizer": optimizer})
-        record = state.optimizers()["optimizer"]
-        slots: dict[str, dict[str, Any]] = {}
-        pairs = full_tensors(state, self.collectives, prefix="optim.") if full else _here(state)
-        for key, tensor in pairs:
-            if key.startswith("optim."):
-                name, _, slot = key.removeprefix("optim.").rpartition(".")
-                slots.setdefault(name, {})[slot] = tensor
-        if full and not self.is_global_zero:
-            return {}
-        for name, scalars in record.scalars.items():
-            slots.setdefault(name, {}).update(scalars)
-        return {"state": slots, "param_groups": [dict(group) for group in record.groups]}
-
-    def full_parameters(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream a module's whole parameters and buffers in host memory, one at a time, on every rank.
-
-        Args:
-            module: What setup returned.
-
-        Yields:
-            The user's name and the whole tensor; only the current one takes memory.
-        """
-        state = self.engine_state({"model": self._registry.of(module).module}, {})
-        for key, tensor in full_tensors(state, self.collectives):
-            yield key.removeprefix("model."), tensor
 
     def _random_state(self) -> dict[str, Any]:
         rank = self.distributed_sampler_kwargs["rank"]
@@ -320,11 +294,3 @@ class Remembering(Talking):
         if self.precision.state_dict():
             unwrapped[PRECISION_KEY] = self.precision
         return Contents(unwrapped)
-
-
-def _here(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
-    """List what stands on this rank, by key; with extents where a tensor stands in several boxes."""
-    shards = state.shards()
-    boxes = Counter(shard.key for shard in shards)
-    for shard in shards:
-        yield shard.key if boxes[shard.key] == 1 else shard.label, shard.view

@@ -11,6 +11,7 @@ from shard_core.testing.suites.checkpoint.mismatch import Mismatch
 from shard_core.testing.suites.checkpoint.resume import Resume
 from shard_core.testing.suites.checkpoint.round_trip import RoundTrip
 from shard_core.testing.suites.checkpoint.safety import Safety
+from shard_core.testing.suites.checkpoint.weights import Weights
 from shard_core.testing.suites.collectives.meetings import Meetings
 from shard_core.testing.suites.collectives.tensors import Tensors
 from shard_core.testing.suites.launcher import Launching
@@ -34,6 +35,7 @@ class Conformance(
     Launching,
     Background,
     Safety,
+    Weights,
     Mismatch,
     Elsewhere,
     Resume,

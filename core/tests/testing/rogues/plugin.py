@@ -61,7 +61,7 @@ FACTORIES = {
     ),
     **_at("remembering", "fills_before_refusing", "ignores_filter", "keeps_values", "whole_everywhere"),
     **_at("remembering", "removes_the_old", "loads_damaged", "writes_pickle", "one_size_only"),
-    **_at("remembering", "saves_later", "hushes_failures"),
+    **_at("remembering", "saves_later", "hushes_failures", "skips_a_weight"),
     **_at("launching", "last_rank_returns", "swallows_exceptions", "leaves_with_three", "stays_here"),
     **dict.fromkeys(("silent_option", "boasts_entry_methods", "boasts_meta_init"), "rogues.starting:Honest"),
     **dict.fromkeys(("imports_torch", "names_no_versions", "shrugs"), "rogues.starting:Honest"),

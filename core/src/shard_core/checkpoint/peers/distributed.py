@@ -20,6 +20,7 @@ from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.box import Box
+    from shard_core.checkpoint.peers.source import Source
 
 _ZIP = b"PK\x03\x04"
 
@@ -37,11 +38,11 @@ class DistributedFolder(Weights):
     chunks: Mapping[str, tuple[Chunk, ...]]
 
     @classmethod
-    def of(cls, path: Path, metadata_file: Path, key: str | None) -> Self:
+    def of(cls, source: Source, metadata_file: Path, key: str | None) -> Self:
         """Describe a folder.
 
         Args:
-            path: The folder.
+            source: The folder.
             metadata_file: What in it tells where its tensors are.
             key: Which state dict in it; None if it is one itself.
 
@@ -49,29 +50,28 @@ class DistributedFolder(Weights):
             CheckpointCorrupted: If its metadata are not such as torch writes.
             InvalidOption: If it must be said which state dict is meant.
         """
+        source.bring(metadata_file)
         metadata = read_metadata(metadata_file)
-        places = choose(metadata.entries, key, path)
+        places = choose(metadata.entries, key, source.root)
         found = {name: metadata.entries[place] for name, place in places.items()}
         tensors = {name: entry for name, entry in found.items() if isinstance(entry, Layout)}
         return cls(
-            path=path,
+            path=source.root,
             tensors=tensors,
             others={name: entry for name, entry in found.items() if isinstance(entry, str)},
             chunks={name: metadata.chunks[places[name]] for name in tensors},
         )
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Reader]:
-        """Open the files that are needed."""
-        with contextlib.ExitStack() as stack:
-            yield _DistributedReader(self, stack)
+    def opened(self, source: Source) -> Iterator[Reader]:
+        """Look for chunks when they are asked for."""
+        yield _DistributedReader(self, source)
 
 
 class _DistributedReader(Reader):
-    def __init__(self, weights: DistributedFolder, stack: contextlib.ExitStack) -> None:
+    def __init__(self, weights: DistributedFolder, source: Source) -> None:
         self._weights = weights
-        self._stack = stack
-        self._files: dict[str, BinaryIO] = {}
+        self._source = source
         # The chunk that was read last: a rank may need several boxes of one, one after another.
         self._held: tuple[Chunk, torch.Tensor] | None = None
 
@@ -94,9 +94,11 @@ class _DistributedReader(Reader):
                 yield chunk, common
 
     def _load(self, name: str, chunk: Chunk) -> torch.Tensor:
-        if chunk.file not in self._files:
-            self._files[chunk.file] = self._stack.enter_context(_opened(self._weights.path / chunk.file))
-        return self._weights.checked(name, _load(name, self._files[chunk.file], chunk), chunk.box.sizes)
+        path = self._weights.path / chunk.file
+        self._source.bring(path, chunk.begin, chunk.begin + chunk.length)
+        # Opened anew: an open file may remember of another chunk's bytes what was not brought then.
+        with _opened(path) as file:
+            return self._weights.checked(name, _load(name, file, chunk), chunk.box.sizes)
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import check_same_path, together
+from shard_core.checkpoint.arguments import check_flag, check_key, check_names, check_storage_options
 from shard_core.checkpoint.comparison import listing
 from shard_core.checkpoint.peers.comparison import Findings, Names, WeightsComparison, fill
-from shard_core.checkpoint.peers.recognition import find_weights, local_path
+from shard_core.checkpoint.peers.recognition import INDEX_SUFFIX, find_weights
+from shard_core.checkpoint.peers.source import Source, open_source
 from shard_core.errors import CheckpointMismatch
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.peers.weights import Reader, Weights
     from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.storage.interface import Listed
     from shard_core.coordinator import Coordinator
 
 _KIND = "model."
@@ -32,17 +34,19 @@ def load_weights(
     names: Names | None = None,
     cast: bool = False,
     strict: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[str, ...]:
     """Fill one module in place from a peer's files; each rank reads what it holds.
 
     Args:
-        path: The files.
+        path: The files, by a path or a URL.
         state: The module, and nothing else.
         coordinator: How ranks talk.
         key: Which state dict in the files; None if they are one themselves.
         names: How the files' names become the module's; None if they are the same.
         cast: Whether floating-point tensors may change their dtype.
         strict: Whether a difference is an error rather than something to leave as it is.
+        storage_options: For the store a URL names.
 
     Returns:
         What did not fit and was left as it was, a sentence each; empty if ``strict``.
@@ -54,19 +58,32 @@ def load_weights(
     """
     doing = f"loading {os.fspath(path)!r}"
 
-    def look() -> tuple[str, Weights | None]:
+    def look(stack: contextlib.ExitStack) -> tuple[str, tuple[Weights, Sequence[Listed]] | None]:
+        check_key(key)
+        check_names(names)
+        check_flag("cast", cast)
+        check_flag("strict", strict)
+        check_storage_options(storage_options)
+        sources.append(stack.enter_context(open_source(path, storage_options, index=INDEX_SUFFIX)))
+        if coordinator.rank != 0:
+            return os.fspath(path), None
         # Rank 0 alone looks: on shared file systems ranks may see different things.
-        return os.fspath(path), find_weights(local_path(path), key) if coordinator.rank == 0 else None
+        source = sources[0]
+        listing = source.listing()
+        source.mirror(listing)
+        with source.naming():
+            return os.fspath(path), (find_weights(source, key), listing)
 
-    answers = together(coordinator, doing, look)
-    check_same_path([given for given, _ in answers])
-    weights = answers[0][1]
-    assert weights is not None  # rank 0 has found some
+    sources: list[Source] = []
     with contextlib.ExitStack() as stack:
-        load = _Load(weights, state, names=names, cast=cast)
-        findings = Findings.joint(together(coordinator, doing, lambda: load.compare(stack)))
+        answers = together(coordinator, doing, lambda: look(stack))
+        check_same_path([given for given, _ in answers])
+        found = answers[0][1]
+        assert found is not None  # rank 0 has found some
+        load = _Load(*found, sources[0], state, names=names, cast=cast)
+        findings = Findings.joint(together(coordinator, doing, lambda: load.compare(coordinator.rank, stack)))
         if findings.differences and strict:
-            raise CheckpointMismatch(_sentence(Path(path), findings.differences))
+            raise CheckpointMismatch(_sentence(os.fspath(path), findings.differences))
         together(coordinator, doing, lambda: load.fill(findings))
     return findings.differences
 
@@ -74,23 +91,38 @@ def load_weights(
 class _Load:
     """One rank's part, in the order of its methods."""
 
-    def __init__(self, weights: Weights, state: TrainingState, *, names: Names | None, cast: bool) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        listing: Sequence[Listed],
+        source: Source,
+        state: TrainingState,
+        *,
+        names: Names | None,
+        cast: bool,
+    ) -> None:
         self._weights = weights
+        self._listing = listing
+        self._source = source
         self._state = state
         self._names = names
         self._cast = cast
 
-    def compare(self, stack: contextlib.ExitStack) -> Findings:
+    def compare(self, rank: int, stack: contextlib.ExitStack) -> Findings:
         """Open the files, and find out what fits."""
+        if rank != 0:
+            self._source.mirror(self._listing)
+            self._weights = self._weights.moved(self._source.root)
         self._state.prepare_load([])
         self._shards: dict[str, list[TensorShard]] = {}
         for shard in self._state.shards():
             self._shards.setdefault(shard.key.removeprefix(_KIND), []).append(shard)
         aliases = {alias.removeprefix(_KIND): name.removeprefix(_KIND) for alias, name in self._state.aliases().items()}
-        self._reader: Reader = stack.enter_context(self._weights.opened())
+        self._reader: Reader = stack.enter_context(self._weights.opened(self._source))
         comparison = WeightsComparison(self._weights, self._shards, aliases, names=self._names, cast=self._cast)
         self._sources = comparison.sources
-        return comparison.findings(self._reader)
+        with self._source.naming():
+            return comparison.findings(self._reader)
 
     def fill(self, findings: Findings) -> None:
         """Bring what fits into the state."""
@@ -101,8 +133,8 @@ class _Load:
         self._state.finish_load([])
 
 
-def _sentence(path: Path, differences: Sequence[str]) -> str:
+def _sentence(path: str, differences: Sequence[str]) -> str:
     return (
-        f"{str(path)!r} and the module differ in {len(differences)} ways; nothing was changed (names= renames or drops "
+        f"{path!r} and the module differ in {len(differences)} ways; nothing was changed (names= renames or drops "
         f"tensors, strict=False loads what fits):\n{listing(differences)}"
     )

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.manifest import MANIFEST_NAME
 from shard_core.checkpoint.storage.local import LocalFolder
-from shard_core.checkpoint.storage.opening import is_url
 from shard_core.errors import CheckpointError, CheckpointNotFound, InvalidOption, nearest
 
 if TYPE_CHECKING:
+    from shard_core.checkpoint.peers.source import Source
     from shard_core.checkpoint.peers.weights import Weights
 
 _METADATA_NAME = ".metadata"
-_INDEX_SUFFIX = ".safetensors.index.json"
+_BEGINNING_BYTES = 9
+INDEX_SUFFIX = ".safetensors.index.json"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 _KINDS = (
@@ -25,24 +25,11 @@ _KINDS = (
 )
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Take a path for one on a local disk.
-
-    Raises:
-        InvalidOption: If it is a URL.
-    """
-    if is_url(path):
-        raise InvalidOption(
-            f"{os.fspath(path)!r} is a URL, and weights of other libraries are read from disks only; download them."
-        )
-    return Path(path)
-
-
-def find_weights(path: Path, key: str | None) -> Weights:
+def find_weights(source: Source, key: str | None) -> Weights:
     """Find out what a path holds, and describe it.
 
     Args:
-        path: A file or a folder.
+        source: A file or a folder.
         key: Which state dict in it; None if it is one itself.
 
     Raises:
@@ -55,12 +42,14 @@ def find_weights(path: Path, key: str | None) -> Weights:
     from shard_core.checkpoint.peers.safetensors_files import SafetensorsFiles
     from shard_core.checkpoint.peers.torch_file import TorchFile
 
+    path = source.root
+    source.bring(path, 0, _BEGINNING_BYTES)
     if LocalFolder(path).holds(MANIFEST_NAME):
         raise CheckpointError(f"{str(path)!r} is a checkpoint of Shard's own; load_checkpoint() loads it.")
     if _is_distributed(path):
-        return DistributedFolder.of(path, path / _METADATA_NAME, key)
+        return DistributedFolder.of(source, path / _METADATA_NAME, key)
     if path.is_file() and _is_zip(path):
-        return TorchFile.of(path, key)
+        return TorchFile.of(source, key)
     file = _safetensors(path)
     if file is None:
         raise CheckpointNotFound(f"{str(path)!r} {_absence(path)}")
@@ -68,15 +57,15 @@ def find_weights(path: Path, key: str | None) -> Weights:
         raise InvalidOption(
             f"key={key!r} is for files that hold several state dicts; {str(file)!r} holds one, leave it out."
         )
-    if file.name.endswith(_INDEX_SUFFIX):
-        return SafetensorsFiles.of_index(path, file)
-    return SafetensorsFiles.of_one(path, file)
+    if file.name.endswith(INDEX_SUFFIX):
+        return SafetensorsFiles.of_index(source, file)
+    return SafetensorsFiles.of_one(source, file)
 
 
 def holds_weights(path: Path) -> bool:
     """Tell whether a path holds a peer's files, as far as can be seen without reading them."""
     if path.is_dir():
-        return _is_distributed(path) or any(path.glob(f"*{_INDEX_SUFFIX}")) or (path / "model.safetensors").is_file()
+        return _is_distributed(path) or any(path.glob(f"*{INDEX_SUFFIX}")) or (path / "model.safetensors").is_file()
     return path.is_file() and (_is_zip(path) or _is_safetensors(path))
 
 
@@ -89,8 +78,12 @@ def _is_zip(path: Path) -> bool:
 
 
 def _is_safetensors(path: Path) -> bool:
-    start = _beginning(path, 9)
-    return len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] <= path.stat().st_size
+    start = _beginning(path, _BEGINNING_BYTES)
+    return (
+        len(start) == _BEGINNING_BYTES
+        and start[8:] == b"{"
+        and struct.unpack("<Q", start[:8])[0] <= path.stat().st_size
+    )
 
 
 def _beginning(path: Path, length: int) -> bytes:
@@ -101,23 +94,23 @@ def _beginning(path: Path, length: int) -> bytes:
 def _safetensors(path: Path) -> Path | None:
     """Find the one safetensors file, or the index of several; None if there is neither."""
     if path.is_file():
-        return path if path.name.endswith(_INDEX_SUFFIX) or _is_safetensors(path) else None
+        return path if path.name.endswith(INDEX_SUFFIX) or _is_safetensors(path) else None
     if not path.is_dir():
         return None
-    indexes = sorted(path.glob(f"*{_INDEX_SUFFIX}"))
+    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
     files = sorted(path.glob("*.safetensors"))
     # Where both are there, libraries take the single file, and it is easily a left-over of another save.
     whole = [
         file
         for file in files
-        if file.name.removesuffix(".safetensors") in {index.name.removesuffix(_INDEX_SUFFIX) for index in indexes}
+        if file.name.removesuffix(".safetensors") in {index.name.removesuffix(INDEX_SUFFIX) for index in indexes}
     ]
     found = indexes + whole if indexes else files
     if len(found) > 1:
         names = ", ".join(repr(each.name) for each in found[:8])
         raise InvalidOption(
             f"{str(path)!r} holds {names}{' and more' if len(found) > 8 else ''}, and it cannot be seen which of them "
-            f"is meant; give the path of one, or put a *{_INDEX_SUFFIX} beside them."
+            f"is meant; give the path of one, or put a *{INDEX_SUFFIX} beside them."
         )
     return found[0] if found else None
 
@@ -126,12 +119,12 @@ def _absence(path: Path) -> str:
     if not path.exists():
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         return f"does not exist{nearest(path.name, beside) or '.'}"
-    if path.is_file():
-        if _beginning(path, 1) == b"\x80":
-            return (
-                "is a pickle, as torch.save wrote it before torch 1.6 or with _use_new_zipfile_serialization=False; "
-                "save it again with torch.save(torch.load(path, weights_only=True), path)."
-            )
+    if path.is_file() and _beginning(path, 1) == b"\x80":
+        return (
+            "is a pickle, as torch.save wrote it before torch 1.6 or with _use_new_zipfile_serialization=False; "
+            "save it again with torch.save(torch.load(path, weights_only=True), path)."
+        )
+    if not path.is_dir():
         return f"holds no weights that can be read; they may be in {_KINDS}."
     if any(path.glob("*.bin.index.json")):
         return (

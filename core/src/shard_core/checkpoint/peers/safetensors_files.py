@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Self
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
     import torch
 
     from shard_core.checkpoint.box import Box
+    from shard_core.checkpoint.peers.source import Source
 
 _MOST_INDEX_BYTES = 1 << 28
+_MOST_HEADER_BYTES = 1 << 27
+#: How long the header is, at the begin of a file.
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,35 +44,36 @@ class SafetensorsFiles(Weights):
     files: Mapping[str, Path]
 
     @classmethod
-    def of_one(cls, path: Path, file: Path) -> Self:
+    def of_one(cls, source: Source, file: Path) -> Self:
         """Describe a single file.
 
         Args:
-            path: What the user gave.
+            source: What the user gave.
             file: The file.
 
         Raises:
             CheckpointCorrupted: If it is no such file, or holds what is not understood.
         """
-        tensors = _layouts(file)
-        return cls(path=path, tensors=tensors, files=dict.fromkeys(tensors, file))
+        tensors = _layouts(source, file)
+        return cls(path=source.root, tensors=tensors, files=dict.fromkeys(tensors, file))
 
     @classmethod
-    def of_index(cls, path: Path, index: Path) -> Self:
+    def of_index(cls, source: Source, index: Path) -> Self:
         """Describe the files that an index names.
 
         Args:
-            path: What the user gave.
+            source: What the user gave.
             index: The index.
 
         Raises:
             CheckpointCorrupted: If the index or a file it names is damaged, or the files are not what it says.
         """
+        source.bring(index)
         wanted = _read_index(index)
         tensors: dict[str, Layout] = {}
         files: dict[str, Path] = {}
         for name in sorted(set(wanted.values())):
-            for tensor, layout in _layouts(index.parent / name).items():
+            for tensor, layout in _layouts(source, index.parent / name).items():
                 if wanted.get(tensor, name) == name:
                     tensors[tensor], files[tensor] = layout, index.parent / name
         lacking = [name for name in wanted if name not in tensors]
@@ -75,32 +82,67 @@ class SafetensorsFiles(Weights):
                 f"{str(index)!r} says that {lacking[0]!r} is in {wanted[lacking[0]]!r}, but it is not; "
                 f"{len(lacking)} tensors are lacking."
             )
-        return cls(path=path, tensors=tensors, files=files)
+        return cls(path=source.root, tensors=tensors, files=files)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Reader]:
+    def opened(self, source: Source) -> Iterator[Reader]:
         """Map the files that are needed."""
         with contextlib.ExitStack() as stack:
-            yield _SafetensorsReader(self, stack)
+            yield _SafetensorsReader(self, source, stack)
+
+    def moved(self, path: Path) -> Self:
+        """Describe the same files where another rank opens them."""
+        # An index may be what the user has named; its files are beside it.
+        places = {file: os.path.relpath(file, self.path) for file in self.files.values()}
+        files = {name: Path(os.path.normpath(path / places[file])) for name, file in self.files.items()}
+        return dataclasses.replace(self, path=path, files=files)
 
 
 class _SafetensorsReader(Reader):
-    def __init__(self, weights: SafetensorsFiles, stack: contextlib.ExitStack) -> None:
+    def __init__(self, weights: SafetensorsFiles, source: Source, stack: contextlib.ExitStack) -> None:
         self._weights = weights
+        self._source = source
         self._stack = stack
         self._maps: dict[Path, Any] = {}
+        self._begins: dict[Path, dict[str, int]] = {}
 
     def read(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         file = self._weights.files[name]
         if file not in self._maps:
-            self._maps[file] = self._stack.enter_context(_opened(file))
+            self._maps[file] = self._stack.enter_context(_opened(self._source, file))
+            self._begins[file] = _begins(file)
+        self._bring(file, name, box)
         whole = self._weights.checked(name, _tensor(self._maps[file], file, name), self._weights.tensors[name].shape)
         yield box, whole[box.slices((0,) * whole.dim())]
 
+    def _bring(self, file: Path, name: str, box: Box) -> None:
+        """Bring what lies between the first and the last element of a box."""
+        layout, begin = self._weights.tensors[name], self._begins[file].get(name)
+        if begin is None or len(box.offsets) != len(layout.shape):
+            return  # reading it will tell
+        first = last = 0
+        for extent, offset, size in zip(layout.shape, box.offsets, box.sizes, strict=True):
+            first, last = first * extent + offset, last * extent + offset + size - 1
+        self._source.bring(file, begin + first * layout.dtype.itemsize, begin + (last + 1) * layout.dtype.itemsize)
 
-def _opened(file: Path) -> Any:
+
+def _begins(file: Path) -> dict[str, int]:
+    """Tell where each tensor begins in a file whose header the library has accepted."""
+    with file.open("rb") as opened:
+        (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
+        header: dict[str, Any] = json.loads(opened.read(length))
+    data = _LENGTH.size + length
+    return {name: data + entry["data_offsets"][0] for name, entry in header.items() if "data_offsets" in entry}
+
+
+def _opened(source: Source, file: Path) -> Any:
     if not file.is_file():
         raise CheckpointCorrupted(f"{str(file)!r} is not there, or no regular file; the weights are incomplete.")
+    source.bring(file, 0, _LENGTH.size)
+    with file.open("rb") as start:
+        raw = start.read(_LENGTH.size)
+    if len(raw) == _LENGTH.size:
+        source.bring(file, _LENGTH.size, _LENGTH.size + min(_LENGTH.unpack(raw)[0], _MOST_HEADER_BYTES))
     try:
         return safetensors.safe_open(file, framework="pt", device="cpu")
     except (safetensors.SafetensorError, OSError) as error:
@@ -115,10 +157,10 @@ def _tensor(opened: Any, file: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def _layouts(file: Path) -> dict[str, Layout]:
+def _layouts(source: Source, file: Path) -> dict[str, Layout]:
     """Read what tensors are in a file."""
     layouts = {}
-    with _opened(file) as opened:
+    with _opened(source, file) as opened:
         for name in opened.keys():  # noqa: SIM118 - it is no dict
             entry = opened.get_slice(name)
             code = entry.get_dtype()

@@ -18,6 +18,7 @@ from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.box import Box
+    from shard_core.checkpoint.peers.source import Source
 
 _MOST_ENTRIES = 1 << 22
 _DEEPEST = 64
@@ -35,17 +36,19 @@ class TorchFile(Weights):
     places: Mapping[str, Place]
 
     @classmethod
-    def of(cls, path: Path, key: str | None) -> Self:
+    def of(cls, source: Source, key: str | None) -> Self:
         """Describe a file.
 
         Args:
-            path: The file.
+            source: The file.
             key: Which state dict in it; None if it is one itself.
 
         Raises:
             CheckpointCorrupted: If it holds anything but tensors, numbers, strings and containers of them.
             InvalidOption: If it must be said which state dict is meant.
         """
+        path = source.root
+        source.bring(path)
         entries = {place: described(value) for place, value in _entries(path).items()}
         places = choose(entries, key, path)
         found = {name: entries[place] for name, place in places.items()}
@@ -57,8 +60,9 @@ class TorchFile(Weights):
         )
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Reader]:
+    def opened(self, source: Source) -> Iterator[Reader]:
         """Map the file."""
+        source.bring(self.path)
         yield _TorchReader(self)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from shard_core.errors import CheckpointCorrupted
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from shard_core.checkpoint.box import Box
+    from shard_core.checkpoint.peers.source import Source
 
 
 class Reader(abc.ABC):
@@ -67,7 +68,7 @@ class Weights(abc.ABC):
     """A peer's files: found and described by rank 0, sent to every rank, and read there where it is needed.
 
     Attributes:
-        path: What the user gave.
+        path: The file or the folder, as this rank opens it.
         tensors: The tensors by the names they have in the files.
         others: What is no dense tensor, and what it is.
     """
@@ -77,8 +78,16 @@ class Weights(abc.ABC):
     others: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @abc.abstractmethod
-    def opened(self) -> contextlib.AbstractContextManager[Reader]:
-        """Open the files on this rank; what is read is valid inside the context."""
+    def opened(self, source: Source) -> contextlib.AbstractContextManager[Reader]:
+        """Open the files on this rank; what is read is valid inside the context.
+
+        Args:
+            source: Brings their bytes.
+        """
+
+    def moved(self, path: Path) -> Self:
+        """Describe the same files where another rank opens them."""
+        return dataclasses.replace(self, path=path)
 
     def checked(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Make sure that a tensor which was read is what was announced.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
 from shard_core.checkpoint.storage.mapping import FileMaps, FileRange, MappedFile
 from shard_core.checkpoint.storage.side_by_side import SideBySide
-from shard_core.errors import CheckpointCorrupted
+from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.record import FileRecord
@@ -116,10 +116,14 @@ class LocalFolder(Folder):
             self.path.mkdir(parents=True, exist_ok=True)
             for made in reversed(missing):
                 fsync_folder(made.parent)
-        except OSError:
+        except OSError as error:
             for made in missing:
                 with contextlib.suppress(OSError):
                     made.rmdir()
+            if isinstance(error, NotADirectoryError):
+                raise CheckpointError(
+                    f"{str(self.path)!r} cannot be made, since a part of it is a file; give the path of a folder."
+                ) from error
             raise
 
     def create(self, name: str, size: int) -> NewFile:  # noqa: ARG002 - a disk need not know beforehand

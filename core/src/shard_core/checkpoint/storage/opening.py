@@ -23,12 +23,14 @@ def check_path(path: object) -> None:
     """Make sure that a path is one.
 
     Raises:
-        InvalidOption: If it is of a type that names no folder; says what to give instead.
+        InvalidOption: If it is empty, or of a type that names no folder; says what to give instead.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise InvalidOption(
             f"the path is {path!r}, of type {type(path).__name__}; it must be a string or a pathlib.Path."
         )
+    if not os.fspath(path):
+        raise InvalidOption("the path is empty; give that of a folder, '.' for the one this process is in.")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -63,6 +65,7 @@ def open_folder(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
         InvalidOption: If the path or the options cannot be used; says what to give instead.
         CheckpointError: If a package for this kind of URL is missing; says which.
     """
+    check_path(path)
     text = os.fspath(path)
     if isinstance(path, PurePath) and _BROKEN_URL.match(text):
         raise InvalidOption(f"{text!r} was a URL before pathlib took a slash away; give it as a string.")

@@ -75,20 +75,22 @@ class Resume(Suite):
 
     @promise(after=("same_seed_same_run", "resume_equals_uninterrupted"))
     def test_random_numbers_go_on(self, ranks: Ranks, tmp_path: Path) -> None:
-        """A resumed run draws what the uninterrupted run draws on each rank, as the saved generators stood.
+        """A run that was saved, and one that resumes there, draw what the uninterrupted run draws on each rank.
 
         Usual cause:
-            The states of the generators are not in the checkpoint, only rank 0's are, or something draws between
-            the load and the first step.
+            The states of the generators are not in the checkpoint, only rank 0's are, or something draws during the
+            save, or between the load and the first step.
         """
         half = _STEPS // 2
         whole = ranks.run(draws, _Leg(first=0, last=_STEPS))
-        ranks.run(draws, _Leg(first=0, last=half, save=tmp_path))
-        for rank, masks in enumerate(ranks.run(draws, _Leg(first=half, last=_STEPS, load=tmp_path))):
-            for step_number, (mask, expected) in enumerate(zip(masks, whole[rank][half:], strict=True)):
-                assert torch.equal(mask, expected), (
-                    f"rank {rank}: dropout of step {step_number} after the resumption is not the uninterrupted run's"
-                )
+        saved = ranks.run(draws, _Leg(first=0, last=_STEPS, save=tmp_path))
+        resumed = ranks.run(draws, _Leg(first=half, last=_STEPS, load=tmp_path))
+        for when, runs in (("the save", [masks[half:] for masks in saved]), ("the resumption", resumed)):
+            for rank, masks in enumerate(runs):
+                for step_number, (mask, expected) in enumerate(zip(masks, whole[rank][half:], strict=True)):
+                    assert torch.equal(mask, expected), (
+                        f"rank {rank}: dropout of step {step_number} after {when} is not the uninterrupted run's"
+                    )
 
 
 class _Dropping(torch.nn.Module):
@@ -105,7 +107,7 @@ class _Dropping(torch.nn.Module):
 
 
 def draws(subject: Subject, leg: _Leg) -> list[torch.Tensor]:
-    """Go one leg with dropout; give what each step dropped on this rank."""
+    """Go one leg with dropout, and save half-way; give what each step dropped on this rank."""
     with subject.strategy() as strategy:
         model, optimizer = set_up(
             strategy, _Dropping, lambda module: torch.optim.SGD(module.parameters(), lr=0.1), seed=1 if leg.load else 0
@@ -114,14 +116,14 @@ def draws(subject: Subject, leg: _Leg) -> list[torch.Tensor]:
         if leg.load:
             strategy.load_checkpoint(leg.load, state)
         masks = []
-        for _ in range(leg.first, leg.last):
+        for number in range(leg.first, leg.last):
+            if leg.save and number == _STEPS // 2:
+                strategy.save_checkpoint(leg.save, state)
             output = model(strategy.batch_to_device(torch.ones(8, 64)))
             strategy.backward(output.mean(), model)
             strategy.optimizer_step(optimizer)
             optimizer.zero_grad()
             masks.append(output.detach().cpu() != 0)
-        if leg.save:
-            strategy.save_checkpoint(leg.save, state)
         return masks
 
 
