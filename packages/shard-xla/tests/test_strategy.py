@@ -167,6 +167,35 @@ def test_endless_recompilation_is_said_and_not_at_every_step(worlds: Any) -> Non
     assert "drop_last=True" in warning
 
 
+def graph_nodes_of_a_step(chosen: dict[str, Any], clip: bool) -> float:
+    """Count the operations that a settled step runs."""
+    from torch_xla.debug import metrics
+
+    with get_strategy(**chosen) as strategy:
+        model, optimizer = set_up(strategy, "gpt", sgd)
+        for _ in range(3):
+            metrics.clear_metrics()
+            batch = strategy.batch_to_device(models.batches("gpt", 1, 4)[0])
+            strategy.backward(model(*batch), model)
+            if clip:
+                strategy.clip_gradients_norm(model, optimizer, 1.0)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        total: float = metrics.metric_data("TensorsGraphSize")[1]
+        return total
+
+
+@pytest.mark.parametrize(
+    ("environment", "chosen"),
+    [(HASTY, options()), (spread_over(2), {"name": "xla_spmd", "accelerator": "xla"})],
+    ids=["xla_fsdp", "xla_spmd"],
+)
+def test_a_look_at_the_norm_computes_nothing_twice(worlds: Any, environment: Any, chosen: dict[str, Any]) -> None:
+    (without,) = worlds(1, environment).run(graph_nodes_of_a_step, chosen, False, timeout=240)
+    (clipping,) = worlds(1, environment).run(graph_nodes_of_a_step, chosen, True, timeout=240)
+    assert without < clipping < 1.7 * without  # above 2 if forward and backward ran again
+
+
 def set_up_on_the_device() -> None:
     with get_strategy(**options()) as strategy:
         model = models.make("gpt").to(strategy.root_device)

@@ -111,6 +111,8 @@ class ProcessGroupCollectives(Collectives):
         """Reduce over ranks into a new tensor; gloo and NCCL alike, the mean is a sum divided."""
         op = reduce_op_named(reduce_op)
         check_mean(op, tensor)
+        if dist.get_world_size(group) == 1:
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
         result = tensor.detach().to(self._reachable(tensor), copy=True, memory_format=torch.contiguous_format)
         with _told("a reduction"):
             dist.all_reduce(result, op=_OPS.get(op, dist.ReduceOp.SUM), group=group)
