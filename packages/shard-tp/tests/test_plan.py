@@ -181,11 +181,17 @@ def test_torchs_own_layers_have_a_plan() -> None:
     model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
     assert own_plan(model, 2) == {
         "encoder.layers.0.linear1": "colwise",
+        "encoder.layers.0.dropout": "split_dropout",
         "encoder.layers.0.linear2": "rowwise",
         "decoder.layers.0.linear1": "colwise",
+        "decoder.layers.0.dropout": "split_dropout",
         "decoder.layers.0.linear2": "rowwise",
     }
-    assert own_plan(model.encoder.layers[0], 2) == {"linear1": "colwise", "linear2": "rowwise"}
+    assert own_plan(model.encoder.layers[0], 2) == {
+        "linear1": "colwise",
+        "dropout": "split_dropout",
+        "linear2": "rowwise",
+    }
 
 
 def evaluated() -> Any:

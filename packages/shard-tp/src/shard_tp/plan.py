@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from shard_core.errors import InvalidOption, SetupError, nearest
 from shard_core.parameters import ParameterNames, plain_name
+from shard_tp.dropout import draw_apart
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,7 @@ def _local_output(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
     return output.to_local()
 
 
-#: What a plan may call a style: the names are those of Hugging Face's plans, the meaning is the same.
+#: What a plan may call a style: the names are those of Hugging Face's plans, the meaning is the same; ours is the last.
 STYLES: Mapping[str, Callable[[], Style]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -67,11 +68,12 @@ STYLES: Mapping[str, Callable[[], Style]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
     "replicated_with_grad_allreduce": lambda: replicate_over_heads,
+    "split_dropout": lambda: draw_apart,
 }
 
 #: How torch's own transformer layers are split; their attention stays whole, its projections are one parameter.
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_TORCH_PLAN = {"linear1": "colwise", "linear2": "rowwise"}
+_TORCH_PLAN = {"linear1": "colwise", "dropout": "split_dropout", "linear2": "rowwise"}
 
 
 def own_plan(module: nn.Module, ranks: int) -> dict[str, str]:
