@@ -210,8 +210,10 @@ def graph_nodes_of_a_step(chosen: dict[str, Any], clip: bool) -> float:
 
 @pytest.mark.parametrize(
     ("environment", "chosen"),
-    [(HASTY, options()), (spread_over(2), {"name": "xla_spmd", "accelerator": "xla"})],
-    ids=["xla_fsdp", "xla_spmd"],
+    [
+        pytest.param(HASTY, options(), id="xla_fsdp"),
+        pytest.param(spread_over(2), {"name": "xla_spmd", "accelerator": "xla"}, id="xla_spmd", marks=pytest.mark.long),
+    ],
 )
 def test_a_look_at_the_norm_computes_nothing_twice(worlds: Any, environment: Any, chosen: dict[str, Any]) -> None:
     (without,) = worlds(1, environment).run(graph_nodes_of_a_step, chosen, False, timeout=240)
