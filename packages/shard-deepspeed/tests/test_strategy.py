@@ -245,3 +245,31 @@ def around(what: str, stage: int) -> str:
 def test_a_call_that_goes_around_the_engine_is_refused(worlds: Any, what: str, instead: str, stage: int) -> None:
     for message in worlds(2).run(around, what, stage):
         assert instead in message
+
+
+class WithNothing(nn.Module):
+    """A layer, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.nothing = nn.Linear(6, 3), nn.Parameter(torch.empty(0, 6))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layer(inputs) + self.nothing.sum(), targets)
+
+
+def with_nothing(stage: int) -> str | None:
+    with get_strategy("deepspeed", stage=stage) as strategy:
+        try:
+            model, optimizer = set_up(strategy, WithNothing, "sgd")
+        except SetupError as error:
+            return str(error)
+        for batch in models.batches("plain", 2, _BATCH):
+            step(strategy, model, optimizer, batch)
+        return None
+
+
+def test_a_parameter_without_elements_is_refused_where_it_cannot_be_sharded(worlds: Any) -> None:
+    assert worlds(2).run(with_nothing, 2) == [None, None]
+    for message in worlds(2).run(with_nothing, 3):
+        assert "'nothing' has no elements" in message

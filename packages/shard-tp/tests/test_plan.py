@@ -13,6 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shard_core import InvalidOption, SetupError, get_strategy
 from shard_tp.plan import own_plan
 
+#: A style that needs no other module to take what it gives.
+GATHERED = "colwise_gather_output"
+
 
 class Pair(nn.Module):
     def __init__(self, width: int = 8, tied: bool = False) -> None:
@@ -79,13 +82,12 @@ def tied(plan: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("function", "plan", "kind", "said"), [
-    (set_up, {"layers.2": "colwise"}, "InvalidOption", "'layers.2', which no submodule matches; did you mean"),
-    (set_up, {"layers.0": "colwyse"}, "InvalidOption", "'colwyse'; did you mean 'colwise'?"),
-    (narrow, {"layers.0": "colwise"}, "SetupError", "layers.0.weight has 7 rows, which do not divide over"),
+    (set_up, {"layers.2": "rowwise"}, "InvalidOption", "'layers.2', which no submodule matches; did you mean"),
+    (narrow, {"layers.0": GATHERED}, "SetupError", "layers.0.weight has 7 rows, which do not divide over"),
     (narrow, {"layers.1": "rowwise"}, "SetupError", "layers.1.weight has 7 columns, which do not divide over"),
-    (other_kind, {"layers.0": "colwise"}, "SetupError", "'layers.0' is of type Bilinear, which torch cannot split"),
+    (other_kind, {"layers.0": GATHERED}, "SetupError", "'layers.0' is of type Bilinear, which torch cannot split"),
     (tied, {"layers.0": "colwise", "layers.1": "rowwise"}, "SetupError", "are one parameter and would be split"),
-    (tied, {"layers.0": "colwise"}, "SetupError", "'layers.0.weight' and 'layers.1.weight' are one parameter"),
+    (tied, {"layers.0": GATHERED}, "SetupError", "'layers.0.weight' and 'layers.1.weight' are one parameter"),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_refused(
     worlds: Any, function: Any, plan: dict[str, Any], kind: str, said: str
@@ -135,14 +137,21 @@ def alone(plan: dict[str, Any]) -> Any:
     return set_up(plan, tensor_parallel_size=1)
 
 
-@pytest.mark.parametrize(("plan", "said"), [
-    ({"layers.2": "colwise"}, "'layers.2', which no submodule matches"),
-    ({"layers.0": "colwyse"}, "'colwyse'; did you mean 'colwise'?"),
-])  # fmt: skip
-def test_a_group_of_one_looks_at_the_plan_too(worlds: Any, plan: dict[str, str], said: str) -> None:
-    ((kind, message),) = worlds(1).run(alone, plan)
+def test_a_group_of_one_looks_at_the_plan_too(worlds: Any) -> None:
+    ((kind, message),) = worlds(1).run(alone, {"layers.2": "rowwise"})
     assert kind == "InvalidOption"
-    assert said in message
+    assert "'layers.2', which no submodule matches" in message
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"plan": {"layers.0": "colwyse"}}, "'colwyse'; did you mean 'colwise'?"),
+    ({"plan": {"layers.0": "colwise"}}, r"no module is 'rowwise' to take it; give the layer that follows 'rowwise'"),
+    ({"devices": 3, "tensor_parallel_size": 2}, "needs a multiple of 2 ranks, but there are 3"),
+    ({"devices": 4, "tensor_parallel_size": 2, "data_parallel_size": 1}, "needs 2 ranks, but there are 4"),
+])  # fmt: skip
+def test_what_no_rank_is_needed_for_is_refused_before_any_starts(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidOption, match=said):
+        get_strategy("tp", **options)
 
 
 def without_a_plan() -> Any:
@@ -172,11 +181,17 @@ def test_torchs_own_layers_have_a_plan() -> None:
     model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
     assert own_plan(model, 2) == {
         "encoder.layers.0.linear1": "colwise",
+        "encoder.layers.0.dropout": "split_dropout",
         "encoder.layers.0.linear2": "rowwise",
         "decoder.layers.0.linear1": "colwise",
+        "decoder.layers.0.dropout": "split_dropout",
         "decoder.layers.0.linear2": "rowwise",
     }
-    assert own_plan(model.encoder.layers[0], 2) == {"linear1": "colwise", "linear2": "rowwise"}
+    assert own_plan(model.encoder.layers[0], 2) == {
+        "linear1": "colwise",
+        "dropout": "split_dropout",
+        "linear2": "rowwise",
+    }
 
 
 def evaluated() -> Any:
@@ -204,3 +219,18 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     )
     with pytest.raises(SetupError, match="num_key_value_heads=1 does not divide over tensor_parallel_size=2"):
         own_plan(transformers.LlamaForCausalLM(config), 2)
+
+
+def test_a_plan_with_styles_for_experts_is_refused_by_name() -> None:
+    transformers = pytest.importorskip("transformers", reason="the optional library 'transformers' is not installed")
+    config = transformers.MixtralConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    with pytest.raises(SetupError, match=r"MixtralForCausalLM brings along gives 'layers\.\*\.mlp\..*does not know"):
+        own_plan(transformers.MixtralForCausalLM(config), 2)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,6 +15,7 @@ from shard_core.collectives.interface import Collectives, check_mean, reduce_op_
 from shard_core.collectives.roll_call import RollCall, shared_store
 from shard_core.collectives.shutdown import close_process_group, settle_at_exit
 from shard_core.collectives.store_exchange import StoreExchange
+from shard_core.collectives.telling import told
 from shard_core.errors import CollectiveError, nearest
 
 if TYPE_CHECKING:
@@ -111,8 +110,10 @@ class ProcessGroupCollectives(Collectives):
         """Reduce over ranks into a new tensor; gloo and NCCL alike, the mean is a sum divided."""
         op = reduce_op_named(reduce_op)
         check_mean(op, tensor)
+        if dist.get_world_size(group) == 1:
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
         result = tensor.detach().to(self._reachable(tensor), copy=True, memory_format=torch.contiguous_format)
-        with _told("a reduction"):
+        with told("a reduction"):
             dist.all_reduce(result, op=_OPS.get(op, dist.ReduceOp.SUM), group=group)
         return (result.div_(dist.get_world_size(group)) if op == "mean" else result).to(tensor.device)
 
@@ -124,7 +125,7 @@ class ProcessGroupCollectives(Collectives):
         """Collect a tensor of the same shape from every rank."""
         if sync_grads:
             return cast("torch.Tensor", _AllGather.apply(tensor, group))  # type: ignore[no-untyped-call]
-        with _told("a gather"):
+        with told("a gather"):
             return _gather(tensor, group)
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
@@ -132,14 +133,14 @@ class ProcessGroupCollectives(Collectives):
         if not 0 <= src < self.world_size:
             raise CollectiveError(f"there is no rank {src} to broadcast from; ranks are 0 to {self.world_size - 1}.")
         box = [value]
-        with _told("a broadcast"):
+        with told("a broadcast"):
             dist.broadcast_object_list(box, src=src)
         return box[0]
 
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's ``value`` on every rank, in rank order."""
         values: list[T | None] = [None] * self.world_size
-        with _told("an exchange"):
+        with told("an exchange"):
             dist.all_gather_object(values, value)
         return cast("list[T]", values)
 
@@ -173,19 +174,6 @@ class ProcessGroupCollectives(Collectives):
 
 def _not_connected() -> CollectiveError:
     return CollectiveError("these collectives are not connected; call setup_environment() first.")
-
-
-@contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Say what torch's error about another rank means."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).split("\n", 1)[0].rstrip(".")
-        raise CollectiveError(
-            f"rank {dist.get_rank()} waited in {what} in vain: {reason}; a rank that has died or left tells why in its "
-            "own output."
-        ) from error
 
 
 def _check_backend(backend: str) -> None:

@@ -26,6 +26,7 @@ class StrategyInfo:
         devices: The device types it runs on.
         options: Its own keyword arguments, beyond those every strategy takes.
         max_ranks: How many ranks it runs on at most; None for any number.
+        beyond_max_ranks: What whoever asks for more ranks can do, the end of the sentence that refuses them.
         presets: Option values that this name stands for, e.g. ``{"stage": 2}``.
         policies: Tables of its own for some of its precisions, by name, where the engine keeps other dtypes
             than core's table says.
@@ -39,5 +40,6 @@ class StrategyInfo:
     devices: tuple[str, ...] = ("cpu",)
     options: tuple[Option, ...] = ()
     max_ranks: int | None = None
+    beyond_max_ranks: str = "`shard list` shows strategies for more"
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     policies: Mapping[str, PrecisionPolicy] = dataclasses.field(default_factory=dict)

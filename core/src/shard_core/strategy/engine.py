@@ -26,8 +26,8 @@ class Engine(abc.ABC):
 
     Order of calls: ``engine_collectives``, ``engine_mesh``, ``engine_seed``; then per module
     ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an optimizer that
-    comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients`` and
-    ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were
+    comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients``, ``engine_look``
+    and ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were
     checked before.
     """
 
@@ -148,6 +148,17 @@ class Engine(abc.ABC):
         Args:
             optimizer: One that was set up.
         """
+
+    def engine_look(self, value: torch.Tensor) -> bool:
+        """Tell whether a number is true, in the middle of a step.
+
+        An engine that computes lazily first runs what is pending, or it would run once for the answer and once more
+        for the step.
+
+        Args:
+            value: A 0-d tensor made of gradients.
+        """
+        return bool(value)
 
     @abc.abstractmethod
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:

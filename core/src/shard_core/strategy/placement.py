@@ -47,7 +47,7 @@ class Placement:
         if info.max_ranks is not None and ranks > info.max_ranks:
             raise LaunchError(
                 f"strategy {info.name!r} runs on at most {info.max_ranks} rank{'s' if info.max_ranks > 1 else ''}, not "
-                f"on {ranks}; `shard list` shows strategies for more."
+                f"on {ranks}; {info.beyond_max_ranks}."
             )
         if self.process is not None:
             self._check_existing(self.process)

@@ -102,7 +102,7 @@ class Stepping(Building):
         norm = total_norm(gradients, float(norm_type), self.collectives)
         if self.precision.scaler is not None and not finite:
             return norm
-        if error_if_nonfinite and not norm.isfinite():
+        if error_if_nonfinite and not self.engine_look(norm.isfinite()):
             raise NonFiniteGradient(
                 f"the gradient norm is {norm.item()}; look for a loss that is not finite, or pass "
                 "error_if_nonfinite=False to clip all the same."

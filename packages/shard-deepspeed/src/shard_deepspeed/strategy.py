@@ -87,6 +87,8 @@ class DeepSpeedStrategy(Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Give the module's parameters to an engine, and optimizers this rank's parts of them."""
+        if self.config.zero_stage == 3:
+            _refuse_empty(module)
         module.to(self.root_device)
         send_values(module)
         trained = [parameter for parameter in module.parameters() if is_trained(parameter)]
@@ -200,3 +202,12 @@ class DeepSpeedStrategy(Strategy):
             zero.close()
         self._zero.clear()
         self._environment.close()
+
+
+def _refuse_empty(module: torch.nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.numel() == 0:
+            raise SetupError(
+                f"{name!r} has no elements, and DeepSpeed's stage 3 cannot shard it; leave it out of the module, or "
+                "take stage 1 or 2."
+            )

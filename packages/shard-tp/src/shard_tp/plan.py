@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from shard_core.errors import InvalidOption, SetupError, nearest
 from shard_core.parameters import ParameterNames, plain_name
+from shard_tp.dropout import draw_apart
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,7 @@ def _local_output(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
     return output.to_local()
 
 
-#: What a plan may call a style: the names are those of Hugging Face's plans, the meaning is the same.
+#: What a plan may call a style: the names are those of Hugging Face's plans, the meaning is the same; ours is the last.
 STYLES: Mapping[str, Callable[[], Style]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -67,11 +68,12 @@ STYLES: Mapping[str, Callable[[], Style]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
     "replicated_with_grad_allreduce": lambda: replicate_over_heads,
+    "split_dropout": lambda: draw_apart,
 }
 
 #: How torch's own transformer layers are split; their attention stays whole, its projections are one parameter.
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_TORCH_PLAN = {"linear1": "colwise", "linear2": "rowwise"}
+_TORCH_PLAN = {"linear1": "colwise", "dropout": "split_dropout", "linear2": "rowwise"}
 
 
 def own_plan(module: nn.Module, ranks: int) -> dict[str, str]:
@@ -85,11 +87,12 @@ def own_plan(module: nn.Module, ranks: int) -> dict[str, str]:
         The plan of a ``transformers`` model's configuration; else one for torch's own transformer layers.
 
     Raises:
-        SetupError: If there is none, or a model's heads do not divide.
+        SetupError: If there is none, if it has a style that is not there yet, or a model's heads do not divide.
     """
     config = getattr(module, "config", None)
     brought: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if brought:
+        _check_known(module, brought)
         _check_heads(config, ranks)
         prefix = getattr(module, "base_model_prefix", "")
         inside = f"{prefix}." if prefix and hasattr(module, prefix) else ""
@@ -117,9 +120,10 @@ def apply_plan(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh) -> 
         mesh: The tensor-parallel ranks, one axis.
 
     Raises:
-        InvalidOption: If a name matches nothing, or a style is unknown.
+        InvalidOption: If a name matches nothing, a style is unknown, or nothing takes what a layer splits.
         SetupError: If a module or its size does not fit its style, or tied parameters would part.
     """
+    check_styles(plan)
     chosen = _chosen(module, plan)
     if mesh.size() == 1:
         return  # nothing to split, but a plan with a slip in it is told of
@@ -135,6 +139,30 @@ def apply_plan(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh) -> 
                 style(part, mesh)
 
     split_by(split, module, mesh)
+
+
+def check_styles(plan: Mapping[str, Any]) -> None:
+    """Refuse a plan that no module could follow.
+
+    Args:
+        plan: Names of submodules to styles by name or object.
+
+    Raises:
+        InvalidOption: If a style is unknown, or nothing takes what a layer splits.
+    """
+    for pattern, asked in plan.items():
+        if not isinstance(asked, ParallelStyle) and (not isinstance(asked, str) or asked not in STYLES):
+            raise InvalidOption(
+                f"plan gives {pattern!r} the style {asked!r}{nearest(str(asked), STYLES)}; a style is one of "
+                f"{', '.join(STYLES)}, or a ParallelStyle of torch."
+            )
+    splitting = [pattern for pattern, asked in plan.items() if asked == "colwise"]
+    # A style that is an object may take what is split in a way of its own.
+    if splitting and not any(asked == "rowwise" or isinstance(asked, ParallelStyle) for asked in plan.values()):
+        raise InvalidOption(
+            f"plan gives {splitting[0]!r} the style 'colwise', so each rank gets a part of its output, and no module "
+            "is 'rowwise' to take it; give the layer that follows 'rowwise', or this one 'colwise_gather_output'."
+        )
 
 
 def split_by(split: Callable[[], Any], module: nn.Module, mesh: DeviceMesh) -> None:
@@ -178,22 +206,29 @@ def _chosen(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
         if not matched:
             raise InvalidOption(f"plan names {pattern!r}, which no submodule matches{nearest(pattern, names)}.")
         for name in matched:
-            chosen.setdefault(name, _style(pattern, asked, module.get_submodule(name)))
+            chosen.setdefault(name, _style(asked, module.get_submodule(name)))
     return chosen
 
 
-def _style(pattern: str, asked: Any, module: nn.Module) -> Style:
+def _style(asked: str | ParallelStyle, module: nn.Module) -> Style:
     if isinstance(asked, ParallelStyle):
         return asked
-    if not isinstance(asked, str) or asked not in STYLES:
-        raise InvalidOption(
-            f"plan gives {pattern!r} the style {asked!r}{nearest(str(asked), STYLES)}; a style is one of "
-            f"{', '.join(STYLES)}, or a ParallelStyle of torch."
-        )
     if asked == "rowwise" and isinstance(module, nn.Embedding):
         # What comes in are not activations that a colwise layer has split, but whole tokens.
         asked = "rowwise_split_input"
     return STYLES[asked]()
+
+
+def _check_known(module: nn.Module, brought: Mapping[str, str]) -> None:
+    """Refuse a plan whose author knows more styles than we do, as those for mixtures of experts."""
+    unknown = {pattern: style for pattern, style in brought.items() if style not in STYLES}
+    if unknown:
+        pattern, style = next(iter(unknown.items()))
+        raise SetupError(
+            f"the plan that {type(module).__name__} brings along gives {pattern!r} the style {style!r}, which strategy "
+            f"'tp' does not know; give plan= with the modules that are to be split, by {', '.join(STYLES)}, or "
+            "parallelize_fn=."
+        )
 
 
 def _check_heads(config: Any, ranks: int) -> None:

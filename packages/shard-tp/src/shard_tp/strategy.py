@@ -17,7 +17,7 @@ from shard_core.mesh import DATA_AXIS, MeshShape
 from shard_core.strategy.torch_engine import TorchEngine
 from shard_tp.alike import Alike
 from shard_tp.config import TPConfig
-from shard_tp.plan import apply_plan, own_plan, split_by
+from shard_tp.plan import apply_plan, check_styles, own_plan, split_by
 from shard_tp.plugin import TP
 
 if TYPE_CHECKING:
@@ -56,9 +56,19 @@ class TPStrategy(TorchEngine, Strategy):
         """Talk through a process group."""
         if name not in (None, "process_group"):
             raise InvalidOption(f"strategy 'tp' has no collectives {name!r}; it has: 'process_group'.")
+        self._check_ranks()
+        if self.config.plan != "auto":
+            check_styles(self.config.plan)
         return ProcessGroupCollectives(
             self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
         )
+
+    def _check_ranks(self) -> None:
+        """Refuse sizes that do not fit the ranks before any is started, where their number was said."""
+        axes = {DATA_AXIS: self.config.data_parallel_size, TENSOR_AXIS: self.config.tensor_parallel_size}
+        devices = self.options.devices
+        if isinstance(devices, int) and list(axes.values()) != ["auto", "auto"]:
+            MeshShape(axes).fitted(devices * self.options.num_nodes)
 
     def engine_mesh(self) -> DeviceMesh:
         """Arrange hosts along the data axis and the ranks of a host along the tensor axis, unless told otherwise."""

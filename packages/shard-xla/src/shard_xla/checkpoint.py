@@ -46,8 +46,10 @@ class DeviceState(NamedState):
     def shards(self) -> list[TensorShard]:
         """Copy this process's boxes of every tensor to the host."""
         import torch_xla
+        import torch_xla.core.xla_model as xm
 
         torch_xla.sync()  # one graph for all; each fetch would run a piece of its own
+        xm.wait_device_ops()  # parts of a tensor that is still being computed cannot be asked for
         found: list[TensorShard] = []
         for module, layout in self._layouts.items():
             for name, place in layout.places.items():

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shard_core.collectives.telling import told
+
 _KINDS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -72,7 +74,8 @@ def all_reduce(kind: str, value: Any, scale: float = 1.0, groups: Any = None, **
     del groups, kwargs
     (host,) = _on_host([value])
     reduced = host.clone()
-    dist.all_reduce(reduced, _KINDS[kind])
+    with told("a reduction of the engine's"):
+        dist.all_reduce(reduced, _KINDS[kind])
     return (reduced * scale if scale != 1.0 else reduced).to(value.device)
 
 
@@ -139,11 +142,13 @@ def _exchanged(tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor
 
 def _gathered(row: torch.Tensor) -> torch.Tensor:
     rows = row.new_empty((dist.get_world_size(), row.shape[1]))
-    dist.all_gather_into_tensor(rows, row)
+    with told("a gather of parameters"):
+        dist.all_gather_into_tensor(rows, row)
     return rows
 
 
 def _reduced(rows: torch.Tensor) -> torch.Tensor:
     row = rows.new_empty((1, rows.shape[1]))
-    dist.reduce_scatter_tensor(row, rows)
+    with told("a reduction of gradients"):
+        dist.reduce_scatter_tensor(row, rows)
     return row

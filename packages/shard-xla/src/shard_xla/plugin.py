@@ -35,6 +35,7 @@ SPMD = StrategyInfo(
     devices=("xla",),
     options=options_of(XLASPMDConfig),
     max_ranks=1,
+    beyond_max_ranks="its one process drives all devices: leave devices out, and pass virtual_devices=4, say",
 )
 
 

@@ -36,6 +36,13 @@ class XLAEngine(Engine):
         del empty_init
         return contextlib.nullcontext()
 
+    def engine_look(self, value: torch.Tensor) -> bool:
+        """Run what is pending, and look."""
+        import torch_xla
+
+        torch_xla.sync()
+        return bool(value)
+
     def engine_checkpoint_form(self) -> str | None:
         """Write what the option says."""
         return self.config.state_dict_type

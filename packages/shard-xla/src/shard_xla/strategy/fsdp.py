@@ -72,7 +72,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         # Made on the rank it serves: what they hold cannot travel there with the strategy.
         self._sharded = weakref.WeakKeyDictionary()
         self._watch = RecompilationWatch()
-        if self.collectives.rank == 0:
+        if self.collectives.rank == 0 and self.collectives.world_size > 1:
             runtime.announce(
                 f"strategy {self.info.name!r} runs on CPUs with collectives='host', a development mode: every unit's "
                 "forward and backward waits for messages between host processes."

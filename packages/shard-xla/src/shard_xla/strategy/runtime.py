@@ -34,6 +34,8 @@ def start(strategy: str, *, devices: int | None, spmd: bool) -> None:
     wanted = devices or int(os.environ.get("CPU_NUM_DEVICES", "1"))
     # Set before the import, which looks at them and would warn.
     os.environ["PJRT_DEVICE"] = kind
+    # At every compilation XLA would warn that its partitioner is to be replaced, which no user can do anything about.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from shard_xla._versions import runtime_is_started
 
     if not runtime_is_started():

@@ -66,13 +66,15 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
         **keywords,
     )
     for unit in units_of(root):
-        take_over_collectives(
-            unit,
-            all_gather=collectives.AllGather(functools.partial(shards_to_gather, unit)),
-            all_reduce=collectives.all_reduce,
-            reduce_scatter=collectives.ReduceScatter(config.reduce_scatter_bucket_size_mb * _MIB),
-            coalesce=config.coalesce_all_gather_ops,
-        )
+        # A rank alone has nobody to talk to: through the host its step would be cut into pieces for nothing.
+        if world_size > 1:
+            take_over_collectives(
+                unit,
+                all_gather=collectives.AllGather(functools.partial(shards_to_gather, unit)),
+                all_reduce=collectives.all_reduce,
+                reduce_scatter=collectives.ReduceScatter(config.reduce_scatter_bucket_size_mb * _MIB),
+                coalesce=config.coalesce_all_gather_ops,
+            )
         register_in_place(unit)
     return root
 

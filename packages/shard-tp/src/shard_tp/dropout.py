@@ -1,0 +1,46 @@
+"""Random numbers on split activations: each rank of a tensor-parallel group draws its own."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def draw_apart(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let the ranks of a group draw different random numbers inside a module, and the same ones after it.
+
+    A number drawn from the generator that is alike on all ranks seeds each rank's own. So all that is drawn follows
+    from the generator outside: a checkpoint of that resumes it, and activations that are computed again in backward
+    get the masks they had.
+
+    Args:
+        module: Works on activations that are split over the ranks, such as dropout between a colwise and a rowwise
+            layer.
+        mesh: The tensor-parallel ranks.
+    """
+    rank = mesh.get_local_rank()
+    entered: list[contextlib.ExitStack] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        del args
+        entered.append(contextlib.ExitStack())
+        if not module.training or getattr(module, "p", None) == 0:
+            return
+        seed = int(torch.randint(2**62, ()))
+        devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+        entered[-1].enter_context(torch.random.fork_rng(devices))
+        torch.manual_seed(seed + rank)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        entered.pop().close()
+
+    module.register_forward_pre_hook(enter)
+    # Recomputation in backward may break off in the middle of a forward.
+    module.register_forward_hook(leave, always_call=True)
