@@ -109,7 +109,8 @@ class _Shards:
             return
         stepped, self._optimizer.state, self._state = self._optimizer.state, self._state, None
         for parameter, shard, before in self._pairs:
-            for slot, value in stepped[shard].items() if shard in stepped else ():
+            # Let go of one by one: new state is there twice, as it was made and laid out.
+            for slot, value in stepped.pop(shard, {}).items():
                 if value is not before.get(slot):
                     self._optimizer.state[parameter][slot] = _laid_out_like(parameter, value)
 
