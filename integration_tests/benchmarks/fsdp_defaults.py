@@ -54,7 +54,7 @@ def best_by_hand(size: tuple[int, int], data: list[Batch], rounds: int) -> list[
         shared = [kept]
         dist.broadcast_object_list(shared, src=0)
         loops = {name: loops[name] for name in shared[0]}
-        rounds += 2
+        rounds += 1
     return list(loops)
 
 
@@ -63,7 +63,7 @@ def compare(strategy: Any, size: tuple[int, int], rounds: int, steps: int) -> li
     torch.set_num_threads(1)
     data = batches(steps, strategy.distributed_sampler_kwargs["rank"])
     strategy.barrier()
-    best = best_by_hand(size, data[:3], rounds=3)
+    best = best_by_hand(size, data[:2], rounds=2)
     loops: dict[str, Any] = {"ours": Ours(strategy, *size)}
     loops |= {f"by hand: {settings}": Tuned(built(size), settings) for settings in (*best, PER_BLOCK)}
     loops |= {name: peer(built(size)) for name, peer in PEERS.items() if importlib.util.find_spec(peer.needs)}
