@@ -29,14 +29,14 @@ WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 64, 4, 4, 64, 8
 class GPT(nn.Module):
     """Small, so that overhead shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
-            for _ in range(LAYERS)
+            nn.TransformerEncoderLayer(width, HEADS, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(layers)
         )
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(CONTEXT, device=tokens.device))
@@ -93,11 +93,11 @@ def batches(count: int, rank: int) -> list[Batch]:
 class Ours:
     """The loop of the README."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, *size: int) -> None:
         self.strategy = strategy
         strategy.seed_everything(0)
         with strategy.module_init_context():
-            model = GPT()
+            model = GPT(*size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.model, (self.optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import random
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +28,12 @@ _STEPS = 6
 #: Names that optimizers and schedulers add to a group and that no constructor takes.
 _BOOKKEEPING = ("params", "param_names", "initial_lr")
 
+_AS_THEY_ARE: Mapping[str, Any] = types.MappingProxyType({})
 
-def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
+
+def why_not_elementwise(
+    optimizer: torch.optim.Optimizer, device: torch.device, settings: Mapping[str, Any] = _AS_THEY_ARE
+) -> str | None:
     """Say why an optimizer cannot be trusted to work element by element.
 
     It is judged by what it does: an optimizer of the same class and settings steps a matrix whole, others step
@@ -39,14 +44,15 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) 
     Args:
         optimizer: The user's.
         device: Where to try it.
+        settings: What to try in the place of its groups' own settings.
 
     Returns:
         A clause to go on "because" with, or None if it works element by element.
     """
     kind: Any = type(optimizer)
     for group in optimizer.param_groups:
-        settings = {name: value for name, value in group.items() if name not in _BOOKKEEPING}
-        reason = _verdict(kind, _Settings.of(optimizer.defaults), _Settings.of(settings), device)
+        tried = {name: value for name, value in group.items() if name not in _BOOKKEEPING} | dict(settings)
+        reason = _verdict(kind, _Settings.of(optimizer.defaults), _Settings.of(tried), device)
         if reason is not None:
             return reason
     return None

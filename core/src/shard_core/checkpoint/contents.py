@@ -19,6 +19,15 @@ class Stateful(Protocol):
         """Take the state back."""
 
 
+@runtime_checkable
+class KeptAsModule(Protocol):
+    """An object whose tensors are laid out and kept as a module's are: averages of weights, say."""
+
+    @property
+    def kept_module(self) -> torch.nn.Module:
+        """A module that has the tensors."""
+
+
 class Contents:
     """A user's state dict taken apart.
 
@@ -41,6 +50,8 @@ class Contents:
                 self.modules[key] = value
             elif isinstance(value, torch.optim.Optimizer):
                 self.optimizers[key] = value
+            elif isinstance(value, KeptAsModule):
+                self.modules[key] = value.kept_module
             elif isinstance(value, Stateful):
                 self._stateful[key] = value
             else:

@@ -52,6 +52,10 @@ class Engine(abc.ABC):
     #: The frozen dataclass of the backend's own options.
     config_type: ClassVar[type]
 
+    #: Whether parameters are torch's tensors or DTensors under the user's names, so that copies of them are kept
+    #: and saved as they are.
+    keeps_torch_tensors: ClassVar[bool] = False
+
     @abc.abstractmethod
     def engine_collectives(self, name: str | None) -> Collectives:
         """Make the collectives this engine talks through, unconnected.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shard_core.gradients import LocalGradient, local_gradients
+from shard_core.stepping_shards import stepping_shards
 from shard_core.strategy.engine import Engine
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ class TorchEngine(Engine):
 
     What is left to a strategy is how parameters are laid out and how gradients are averaged.
     """
+
+    keeps_torch_tensors = True
 
     def engine_add_optimizer(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
@@ -36,5 +40,7 @@ class TorchEngine(Engine):
         return local_gradients(p for group in optimizer.param_groups for p in group["params"])
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
-        """Step the optimizer."""
-        optimizer.step(closure, **kwargs)
+        """Step the optimizer, over plain shards where its parameters are DTensors."""
+        # A closure runs the module, whose parameters are what they are.
+        with stepping_shards(optimizer) if closure is None else contextlib.nullcontext():
+            optimizer.step(closure, **kwargs)

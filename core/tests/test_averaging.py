@@ -1,0 +1,38 @@
+"""Averages are refused where they would be wrong; what they are is tested where weights are sharded."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shard_core import ExponentialMovingAverage, get_strategy
+from shard_core.errors import InvalidOption, MissingCapability
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.5, "0.9", True, None])
+def test_a_decay_is_between_0_and_1(decay: Any) -> None:
+    with get_strategy("single") as strategy:
+        model = strategy.setup_module(nn.Linear(1, 1))
+        with pytest.raises(InvalidOption, match=r"decay is .*; give a number from 0 to 1"):
+            ExponentialMovingAverage(strategy, model, decay)
+
+
+def test_an_engine_with_a_form_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with get_strategy("single") as strategy:
+        monkeypatch.setattr(strategy, "keeps_torch_tensors", False)
+        with pytest.raises(MissingCapability, match="strategy 'single' keeps parameters in a form of its own"):
+            ExponentialMovingAverage(strategy, strategy.setup_module(nn.Linear(1, 1)))
+
+
+def test_tied_weights_are_averaged_once_and_buffers_follow() -> None:
+    with get_strategy("single") as strategy:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        model[2].weight = model[0].weight
+        model = strategy.setup_module(model)
+        average = ExponentialMovingAverage(strategy, model, 0.5)
+        nn.init.constant_(model[1].running_mean, 3.0)
+        average.update()
+        kept = average.kept_module.state_dict()
+        assert kept.keys() == model.state_dict().keys()
+        assert kept["0.weight"].data_ptr() == kept["2.weight"].data_ptr() != model[0].weight.data_ptr()
+        assert kept["1.running_mean"].tolist() == [3.0, 3.0]

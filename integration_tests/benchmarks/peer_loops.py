@@ -1,0 +1,84 @@
+"""The same loop in other libraries' words; each is run only where the library is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from raw_loops import CLIP, RATE, Batch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def check_sharded(model: nn.Module) -> None:
+    """Refuse to time a peer that keeps whole parameters on every rank."""
+    parameters = list(model.parameters())
+    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
+    assert held <= 0.6 * sum(p.numel() for p in parameters), "this peer does not shard here"
+    assert dist.get_world_size() == 2
+
+
+class FabricLoop:
+    """Lightning Fabric's ``ModelParallelStrategy``, cut per block as its documentation shows."""
+
+    needs = "lightning"
+
+    def __init__(self, module: nn.Module) -> None:
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import ModelParallelStrategy
+
+        def cut(model: Any, mesh: Any) -> Any:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh["data_parallel"])
+            return fully_shard(model, mesh=mesh["data_parallel"])
+
+        strategy = ModelParallelStrategy(cut, data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+        self.fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+        self.fabric.launch()
+        self.model = self.fabric.setup(module)
+        self.optimizer = self.fabric.setup_optimizers(torch.optim.AdamW(self.model.parameters(), lr=RATE))
+        check_sharded(self.model)
+
+    def step(self, batch: Batch) -> float:
+        loss = self.model(*batch)
+        self.fabric.backward(loss)
+        self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+class AccelerateLoop:
+    """Accelerate's FSDP2, cut per block as its default policy does for models that name their blocks."""
+
+    needs = "accelerate"
+
+    def __init__(self, module: nn.Module) -> None:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.utils import DistributedType
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["TransformerEncoderLayer"],
+        )
+        self.accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        # On CPUs it would leave the plugin aside without a word, and train data parallel.
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = plugin
+        optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
+        self.model, self.optimizer = self.accelerator.prepare(module, optimizer)
+        check_sharded(self.model)
+
+    def step(self, batch: Batch) -> float:
+        loss = self.model(*batch)
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+PEERS = {"Lightning Fabric": FabricLoop, "Accelerate FSDP2": AccelerateLoop}
