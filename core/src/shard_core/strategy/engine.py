@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Engine(abc.ABC):
     """The members a strategy's author writes; users call those of ``Strategy``, which call these.
 
-    Order of calls: ``engine_collectives``, ``engine_mesh``, ``engine_seed``; then per module
+    Order of calls: ``engine_precision``, ``engine_collectives``, ``engine_mesh``, ``engine_seed``; then per module
     ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an optimizer that
     comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients`` and
     ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were
@@ -51,6 +51,17 @@ class Engine(abc.ABC):
 
     #: The frozen dataclass of the backend's own options.
     config_type: ClassVar[type]
+
+    def engine_precision(self, precision: Precision) -> Precision:
+        """Choose the part that says which dtype where; by default the one made from the argument ``precision``.
+
+        Args:
+            precision: That one.
+
+        Raises:
+            InvalidOption: If an option of the engine contradicts it.
+        """
+        return precision
 
     @abc.abstractmethod
     def engine_collectives(self, name: str | None) -> Collectives:

@@ -45,8 +45,8 @@ class Starting(Engine):
         self.options = RunOptions(**{name: value for name, value in arguments.items() if name in common})
         self.config = self.config_type(**{**self.info.presets, **own})
         precision = self.options.precision
-        self.precision = build_precision(
-            self.info.policies.get(precision, precision) if isinstance(precision, str) else precision
+        self.precision = self.engine_precision(
+            build_precision(self.info.policies.get(precision, precision) if isinstance(precision, str) else precision)
         )
         chosen = self.options.collectives
         self.collectives = self.engine_collectives(chosen) if chosen is None or isinstance(chosen, str) else chosen
