@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from shard_core.errors import InvalidOption, nearest
 from shard_core.options import option
-from shard_fsdp.keywords import ALWAYS
-from shard_fsdp.layout import LayoutOptions
-from shard_fsdp.offload import check_offload
+from shard_fsdp.layout_config import LayoutOptions
+from shard_fsdp.vocabulary_config import ALWAYS
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
@@ -51,7 +50,11 @@ class FSDPConfig(LayoutOptions):
         super().__post_init__()
         if isinstance(self.unit_bytes, bool) or not isinstance(self.unit_bytes, int) or self.unit_bytes < 1:
             raise InvalidOption(f"unit_bytes is {self.unit_bytes!r}; give a whole number of bytes from 1 up.")
-        check_offload(self.cpu_offload)
+        # Who gives an object of torch's has imported it.
+        if self.cpu_offload is not None and not isinstance(self.cpu_offload, bool):
+            from shard_fsdp.offload import check_offload
+
+            check_offload(self.cpu_offload)
         if self.mixed_precision is not None:
             from shard_fsdp.precision import check_mixed_precision
 

@@ -69,8 +69,8 @@ def check_mixed_precision(given: Any) -> None:
 
 _WITHOUT_COUNTERPART: Final = {
     "keep_low_precision_grads": "gradients have the dtype of the parameters that are stepped: leave it out",
-    "_module_classes_to_ignore": "a unit has one dtype: leave it out, or say precision='bf16-mixed', which keeps norms "
-    "in float32",
+    "_module_classes_to_ignore": "a unit has one dtype: leave it out, or say precision='bf16-mixed', which "
+    "chooses op by op",
 }
 
 

@@ -67,7 +67,7 @@ class FSDPStrategy(TorchEngine, Strategy):
             reshard_after_forward=config.reshards,
             mixed_precision=wire_policy(config.mixed_precision, self.precision.policy),
             offload=offload_policy(config.cpu_offload, self.root_device),
-            deferred="all" if config.defer_sync == "auto" else config.defer_sync,
+            deferred=None if config.defer_sync == "auto" else config.defer_sync,
         )
         return mesh
 
