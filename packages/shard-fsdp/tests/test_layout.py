@@ -1,5 +1,7 @@
 """How ranks share the model: copies, shards, what is freed when, and what travels over which axis."""
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -111,6 +113,25 @@ def test_sizes_that_do_not_fit_the_world_get_a_sentence(worlds: Any) -> None:
         ]
 
 
+def meshes_that_do_not_fit() -> list[str]:
+    said = []
+    with get_strategy("ddp"):
+        for ranks in ([1, 0], [0]):
+            strategy = get_strategy("fsdp", device_mesh=DeviceMesh("cpu", ranks))
+            with pytest.raises(InvalidOption) as error:
+                strategy.setup_environment()
+            said.append(str(error.value))
+    return said
+
+
+def test_meshes_that_do_not_fit_the_world_get_a_sentence(worlds: Any) -> None:
+    for said in worlds(2).run(meshes_that_do_not_fit):
+        assert said == [
+            "device_mesh is [1, 0]; let ranks ascend along each axis, as they do in torch's groups.",
+            "device_mesh spans 1 of 2 ranks; give a mesh of all of them.",
+        ]
+
+
 def train(name: str, options: dict[str, Any]) -> Any:
     return train_under(name, options, "gpt", "adamw", steps=4, accumulate=2, clip=0.5)
 
@@ -124,17 +145,29 @@ def crosswise() -> Any:
             return run, strategy.device_mesh.mesh.tolist(), strategy.device_mesh.mesh_dim_names
 
 
-@pytest.mark.slow
-def test_copies_train_like_plain_pytorch(worlds: Any) -> None:
-    truth = oracle.train(
+@pytest.fixture(scope="module")
+def truth() -> oracle.Trajectory:
+    """Train like ``train`` in plain PyTorch."""
+    return oracle.train(
         lambda: models.make("gpt"),
         lambda module: models.make_optimizer("adamw", module),
         models.batches("gpt", 8, 12),
         accumulate=2,
         clip=0.5,
     )
+
+
+def test_no_shard_trains_like_plain_pytorch(worlds: Any, truth: oracle.Trajectory) -> None:
     oracle.assert_same(worlds(2).run(train, "fsdp", {"sharding_strategy": "NO_SHARD"})[0], truth)
+
+
+@pytest.mark.long
+def test_copies_of_shards_train_like_plain_pytorch(worlds: Any, truth: oracle.Trajectory) -> None:
     oracle.assert_same(worlds(4).run(train, "hsdp", {"device_mesh": (2, 2)})[0], truth)
+
+
+@pytest.mark.long
+def test_ranks_stand_where_the_users_mesh_has_them(worlds: Any, truth: oracle.Trajectory) -> None:
     run, mesh, names = worlds(4).run(crosswise)[0]
     oracle.assert_same(run, truth)
     assert (mesh, names) == ([[0, 2], [1, 3]], ("replicate", "shard"))
@@ -154,19 +187,22 @@ def messages(options: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "within", "between"),
+    ("size", "options", "within", "between"),
     [
-        ({"device_mesh": (2, 2)}, [1, 1, 1], [0, 0, 1]),
-        ({"device_mesh": (2, 2), "defer_sync": "all"}, [0, 0, 1], [0, 0, 1]),
-        ({"device_mesh": (2, 2), "defer_sync": "nothing"}, [1, 1, 1], [1, 1, 1]),
-        ({}, [0, 0, 1], [0, 0, 0]),
-        ({"defer_sync": "nothing"}, [1, 1, 1], [0, 0, 0]),
+        # Where one rank holds a copy nothing travels within it.
+        (2, {"device_mesh": (2, 1)}, [0, 0, 0], [0, 0, 1]),
+        (2, {"device_mesh": (2, 1), "defer_sync": "nothing"}, [0, 0, 0], [1, 1, 1]),
+        (2, {}, [0, 0, 1], [0, 0, 0]),
+        (2, {"defer_sync": "nothing"}, [1, 1, 1], [0, 0, 0]),
+        pytest.param(4, {"device_mesh": (2, 2)}, [1, 1, 1], [0, 0, 1], marks=pytest.mark.long),
+        pytest.param(4, {"device_mesh": (2, 2), "defer_sync": "all"}, [0, 0, 1], [0, 0, 1], marks=pytest.mark.long),
+        pytest.param(4, {"device_mesh": (2, 2), "defer_sync": "nothing"}, [1] * 3, [1] * 3, marks=pytest.mark.long),
     ],
 )
 def test_what_waits_for_the_last_micro_batch(
-    worlds: Any, options: dict[str, Any], within: list[int], between: list[int]
+    worlds: Any, size: int, options: dict[str, Any], within: list[int], between: list[int]
 ) -> None:
-    for counted in worlds(4).run(messages, options):
+    for counted in worlds(size).run(messages, options):
         assert counted == (within, between)
 
 
@@ -183,11 +219,36 @@ def gradients(options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("defer", ["all", "all_reduce", "nothing"])
-def test_what_is_deferred_arrives(worlds: Any, defer: str) -> None:
+@pytest.mark.parametrize(("size", "mesh"), [(2, (2, 1)), pytest.param(4, (2, 2), marks=pytest.mark.long)])
+def test_what_is_deferred_arrives(worlds: Any, size: int, mesh: tuple[int, int], defer: str) -> None:
     torch.manual_seed(0)
     plain = models.make("scalar")
     for batch in models.batches("scalar", 3, 12):
         plain(*batch).backward()
     truth = {name: p.grad for name, p in plain.named_parameters()}
-    for found in worlds(4).run(gradients, {"device_mesh": (2, 2), "defer_sync": defer}):
+    for found in worlds(size).run(gradients, {"device_mesh": mesh, "defer_sync": defer}):
         oracle.assert_same_weights(found, truth, 1e-6)
+
+
+def waits(timeout: float) -> float | str:
+    """Leave out one rank's gradients and tell how long the other rank of its copy waited for them."""
+    with get_strategy("hsdp", device_mesh=(2, 2), timeout=timedelta(seconds=timeout)) as strategy:
+        model, _ = set_up(strategy, "plain", "sgd")
+        loss = model(*models.share_of(strategy, models.batches("plain", 1, 12)[0]))
+        strategy.barrier("before the backward that one rank leaves out")
+        began = time.monotonic()
+        if strategy.global_rank == 3:
+            time.sleep(3 * timeout)  # or its leaving would be noticed first
+            return "absent"
+        try:
+            strategy.backward(loss, model)
+        except RuntimeError:
+            return time.monotonic() - began
+        return "never noticed"
+
+
+@pytest.mark.long
+def test_the_timeout_holds_along_every_axis(worlds: Any) -> None:
+    told = worlds(4).run(waits, 3.0)
+    assert told[3] == "absent"
+    assert 2.0 < told[2] < 8.0

@@ -6,10 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shard_core.errors import InvalidOption, nearest
-from shard_core.mesh import DATA_AXIS, MeshShape
+from shard_core.mesh import DATA_AXIS, MeshShape, arranged
 from shard_core.options import option
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import ShardingStrategy
 
@@ -108,12 +110,13 @@ class LayoutOptions:
         mesh = self.device_mesh or self._arrangement.sizes
         return mesh is not None and (isinstance(mesh, tuple) or mesh.ndim == 2)
 
-    def build_mesh(self, device_type: str, ranks_per_host: int) -> DeviceMesh:
+    def build_mesh(self, device_type: str, ranks_per_host: int, timeout: timedelta) -> DeviceMesh:
         """Arrange the ranks of the default process group; every rank calls this.
 
         Args:
             device_type: ``"cpu"`` or ``"cuda"``.
             ranks_per_host: How many of them stand on this host.
+            timeout: How long a collective along one axis may take.
 
         Returns:
             A mesh with one axis, of data, or with the axes of copies and shards.
@@ -128,9 +131,9 @@ class LayoutOptions:
         if asked is None:
             return MeshShape({DATA_AXIS: "auto"}).build(device_type)
         if not isinstance(asked, tuple):
-            return _with_our_axes(asked, device_type)
+            return _with_our_axes(asked, device_type, timeout)
         copies, ranks = asked if asked != _COPY_PER_HOST else ("auto", ranks_per_host)
-        return MeshShape({REPLICATE_AXIS: copies, SHARD_AXIS: ranks}).build(device_type)
+        return MeshShape({REPLICATE_AXIS: copies, SHARD_AXIS: ranks}).build(device_type, timeout)
 
     @property
     def _arrangement(self) -> _Arrangement:
@@ -177,17 +180,20 @@ def _checked_mesh(mesh: Any) -> Sizes | DeviceMesh:
     )
 
 
-def _with_our_axes(mesh: DeviceMesh, device_type: str) -> DeviceMesh:
+def _with_our_axes(mesh: DeviceMesh, device_type: str, timeout: timedelta) -> DeviceMesh:
     """Name the axes of a user's mesh: what stands where stays."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
     if mesh.size() != dist.get_world_size():
         raise InvalidOption(
-            f"device_mesh has {mesh.size()} ranks, but there are {dist.get_world_size()}; give a mesh of all ranks."
+            f"device_mesh spans {mesh.size()} of {dist.get_world_size()} ranks; give a mesh of all of them."
+        )
+    if any(bool((mesh.mesh.diff(dim=axis) < 0).any()) for axis in range(mesh.ndim)):
+        raise InvalidOption(
+            f"device_mesh is {mesh.mesh.tolist()}; let ranks ascend along each axis, as they do in torch's groups."
         )
     names = (DATA_AXIS,) if mesh.ndim == 1 else (REPLICATE_AXIS, SHARD_AXIS)
-    return DeviceMesh(device_type, mesh.mesh, mesh_dim_names=names)
+    return arranged(mesh.mesh, names, device_type, timeout)
 
 
 def _is_count(value: object) -> bool:

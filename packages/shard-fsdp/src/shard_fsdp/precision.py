@@ -116,8 +116,8 @@ def precision_of(given: Any, named: Precision) -> Precision:
     row = named.policy
     stated = _stated(given)
     if row.name == _UNSAID and stated:
-        scaled = stated.get("compute") == "float16"
-        return CastByEngine(dataclasses.replace(row, name="mixed_precision", scaled=scaled, **stated))
+        fields: dict[str, Any] = {"name": "mixed_precision", "scaled": stated.get("compute") == "float16", **stated}
+        return CastByEngine(dataclasses.replace(row, **fields))
     for field, dtype in stated.items():
         if getattr(row, field) != dtype:
             raise InvalidOption(

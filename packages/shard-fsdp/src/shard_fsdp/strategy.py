@@ -58,7 +58,7 @@ class FSDPStrategy(TorchEngine, Strategy):
     def engine_mesh(self) -> DeviceMesh:
         """Arrange the ranks as the options say, by default along one axis."""
         config = self.config
-        mesh = config.build_mesh(self.root_device.type, self.local_world_size)
+        mesh = config.build_mesh(self.root_device.type, self.local_world_size, self.options.timeout)
         # Made on the rank it serves: what it holds cannot travel there with the strategy.
         self._sharding = FullySharding(
             mesh,
