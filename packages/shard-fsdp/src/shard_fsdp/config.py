@@ -36,8 +36,8 @@ class FSDPConfig(LayoutOptions):
     )
     defer_sync: Literal["auto", "all", "all_reduce", "nothing"] = option(
         "auto",
-        "what no_backward_sync leaves to the last micro-batch: all of the reduction, the all_reduce between copies, or "
-        "nothing; 'auto': all_reduce with several copies, else all",
+        "what no_backward_sync leaves to the last micro-batch: all, nothing, or the all_reduce between copies; 'auto': "
+        "the last if there are several, else all",
     )
     state_dict_type: Literal["sharded", "full"] = option(
         "sharded", "the form of checkpoints unless save_checkpoint is told: each rank's shards, or whole tensors"

@@ -67,13 +67,13 @@ class LayoutOptions:
 
     sharding_strategy: str | ShardingStrategy | None = option(
         None,
-        "FULL_SHARD, SHARD_GRAD_OP (whole parameters stay until backward), HYBRID_SHARD, _HYBRID_SHARD_ZERO2 (the "
-        "same two with a copy on each host) or NO_SHARD (a copy on each rank); None leaves it to the options below",
+        "FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, _HYBRID_SHARD_ZERO2 or NO_SHARD, as torch's wrapper has them; None "
+        "follows the options below",
     )
     device_mesh: tuple[int | Literal["auto"], int | Literal["auto"]] | DeviceMesh | None = option(
         None,
-        "(copies, ranks that shard each), one of them 'auto', or both: a copy on each host; or torch's mesh of all "
-        "ranks; None makes one copy over all ranks",
+        "(copies, ranks that shard each), either or both of them 'auto'; or torch's mesh of all ranks; None makes one "
+        "copy",
     )
     data_parallel_size: int | Literal["auto"] = option(
         "auto", "ranks that see different data: all of them; another number is an error"

@@ -33,9 +33,9 @@ STRATEGIES = {
     info.name: info
     for info in (
         FSDP,
-        _info("fsdp_cpu_offload", "as fsdp, with the shards in host memory and stepped there", cpu_offload=True),
+        _info("fsdp_cpu_offload", "as `fsdp`, with the shards in host memory and stepped there", cpu_offload=True),
         _info(
-            "hsdp", "as fsdp within each host, with a copy of the shards on every host", device_mesh=("auto", "auto")
+            "hsdp", "as `fsdp` within each host, with a copy of the shards on every host", device_mesh=("auto", "auto")
         ),
     )
 }
