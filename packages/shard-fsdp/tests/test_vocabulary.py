@@ -32,7 +32,10 @@ def test_what_has_no_counterpart_is_refused_with_its_reason(word: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"limit_all_gathers": False}, "limit_all_gathers is False; fully_shard .* nothing to limit: give True"),
+        (
+            {"limit_all_gathers": False},
+            "limit_all_gathers is False; fully_shard bounds memory in any case.*: give True",
+        ),
         ({"use_orig_params": False}, "use_orig_params is False; .* makes no flat ones: give True, or leave it out"),
         ({"state_dict_type": "sharde"}, "state_dict_type is 'sharde'; did you mean 'sharded'"),
         ({"cpu_offload": "yes"}, "cpu_offload is 'yes'; give True, False, or torch's CPUOffload"),

@@ -42,7 +42,7 @@ class FSDPConfig(LayoutOptions):
     state_dict_type: Literal["sharded", "full"] = option(
         "sharded", "the form of checkpoints unless save_checkpoint is told: each rank's shards, or whole tensors"
     )
-    limit_all_gathers: bool = option(True, "always so: memory is bounded by freeing a unit before the next but one")
+    limit_all_gathers: bool = option(True, "always so: memory is bounded without making the host wait")
     use_orig_params: bool = option(True, "always so: parameters keep their names and are never flattened")
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 #: Options that people pass because torch's older wrapper needs them; the engine knows one value of each.
 ALWAYS: Final[Mapping[str, tuple[bool, str]]] = {
-    "limit_all_gathers": (True, "fully_shard frees a unit before it allocates the next, and has nothing to limit"),
+    "limit_all_gathers": (True, "fully_shard bounds memory in any case, without making the host wait"),
     "use_orig_params": (True, "fully_shard keeps every parameter under its own name and makes no flat ones"),
 }
 
