@@ -16,6 +16,7 @@ from shard_core.errors import SetupError
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.recording import Recording, record
+from shard_core.kept_back import KeptBack
 from shard_core.precision.dtypes import dtype_named
 from shard_core.replicas import AveragedScalars, send_values
 from shard_core.units import Unit, find_units, num_bytes
@@ -68,6 +69,7 @@ class FullySharding:
         several = mesh.ndim == 2 and mesh.size(0) > 1
         self._deferred = deferred or ("all_reduce" if several else "all")
         self._scalars: weakref.WeakKeyDictionary[torch.nn.Module, AveragedScalars] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[torch.nn.Module, KeptBack] = weakref.WeakKeyDictionary()
         self._recording: Recording | None = None
         self._leaves_parameters = False
 
@@ -108,7 +110,8 @@ class FullySharding:
         values = Materializer(module, dtype_named(policy.parameter), dtype_named(policy.buffer))
         if lay_out is not None:
             lay_out(module)
-        self._shard(module, find_units(module, self._unit_bytes))
+        units = find_units(module, self._unit_bytes)
+        self._shard(module, units)
         values.allocate(device, parameters=torch.device("cpu") if self._offloads else device)
         values.set_aside(optimizers)
         names.repoint(optimizers, module)
@@ -116,6 +119,8 @@ class FullySharding:
         if self._leaves_parameters:
             self._refuse_unset(module)
         self._scalars[module] = AveragedScalars(module)
+        if self._deferred == "all_reduce":
+            self._kept[module] = KeptBack(units)
         NoInferenceMode(module)
 
     @contextlib.contextmanager
@@ -130,13 +135,28 @@ class FullySharding:
             return
         assert isinstance(module, FSDPModule)
         send = module.set_requires_gradient_sync if self._deferred == "all" else module.set_requires_all_reduce
+        keepers = [each[module] for each in (self._scalars, self._kept) if module in each]
         send(False)
-        self._scalars[module].deferred = True
+        for each in keepers:
+            each.deferred = True
         try:
             yield
         finally:
             send(True)
-            self._scalars[module].deferred = False
+            for each in keepers:
+                each.deferred = False
+
+    def check_sent(self, module: torch.nn.Module) -> None:
+        """Make sure, after a backward, that no gradient was left behind that an earlier one had kept back.
+
+        Args:
+            module: One that was sharded.
+
+        Raises:
+            SetupError: If a unit ran in an earlier micro-batch, and not in this one.
+        """
+        if module in self._kept:
+            self._kept[module].check_sent()
 
     def reshard(self, modules: Iterable[torch.nn.Module]) -> None:
         """Free whole parameters: after a forward without backward, a unit may still show them.

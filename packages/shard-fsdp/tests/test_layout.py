@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from wire import Wire
 
 from shard_core import get_strategy
-from shard_core.errors import InvalidOption
+from shard_core.errors import InvalidOption, SetupError
 from shard_core.testing import models, oracle
 from shard_core.testing.training import set_up, train_under
 
@@ -229,6 +230,38 @@ def test_what_is_deferred_arrives(worlds: Any, size: int, mesh: tuple[int, int],
     truth = {name: p.grad for name, p in plain.named_parameters()}
     for found in worlds(size).run(gradients, {"device_mesh": mesh, "defer_sync": defer}):
         oracle.assert_same_weights(found, truth, 1e-6)
+
+
+class Early(nn.Module):
+    """Runs as many of its blocks as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, blocks: int) -> torch.Tensor:
+        for block in self.blocks[:blocks]:
+            x = block(x).tanh()
+        return x.sum()
+
+
+def leaves_out(defer: str) -> str | bool:
+    """Leave a block out of the last micro-batch; tell what was said, or whether its gradient is there."""
+    with get_strategy("hsdp", device_mesh=(2, 1), unit_bytes=1, defer_sync=defer) as strategy:
+        model, _ = set_up(strategy, Early, "sgd")
+        with strategy.no_backward_sync(model):
+            strategy.backward(model(torch.ones(2, 4), 3), model)
+        try:
+            strategy.backward(model(torch.ones(2, 4), 2), model)
+        except SetupError as error:
+            return str(error)
+        return all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_no_gradient_is_left_behind(worlds: Any) -> None:
+    assert worlds(2).run(leaves_out, "all") == [True, True]
+    for said in worlds(2).run(leaves_out, "auto"):
+        assert said.startswith("'blocks.2' ran in a micro-batch whose gradients were kept back, but not in the last")
 
 
 def waits(timeout: float) -> float | str:

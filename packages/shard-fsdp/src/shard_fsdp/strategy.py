@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shard_core import Strategy
 from shard_core.checkpoint.tensor_state import TensorState
@@ -85,6 +85,11 @@ class FSDPStrategy(TorchEngine, Strategy):
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Leave to the last micro-batch what ``defer_sync`` says."""
         return self._sharding.deferred(module)
+
+    def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
+        """Run autograd; what earlier micro-batches kept back must have gone with the last."""
+        super().engine_backward(loss, module, **kwargs)
+        self._sharding.check_sent(module)
 
     def engine_checkpoint_form(self) -> str | None:
         """Say which form checkpoints have unless the user names one."""
