@@ -31,6 +31,7 @@ ROOMS = {
 }
 #: What only one engine has, and so no room of the house is for.
 OWN_ROOMS = {
+    "shard_fsdp": {"layout_config", "offload", "vocabulary_config"},
     "shard_tp": {"alike", "plan"},
     "shard_deepspeed": {"later_config", "partitions", "settings", "zero"},
 }

@@ -48,6 +48,12 @@ def test_names_that_do_not_exist(given, allowed, sentence):
     assert str(caught.value) == sentence
 
 
+def test_a_name_from_elsewhere_gets_its_reason():
+    with pytest.raises(InvalidOption) as caught:
+        check_names("it", {"width": 1}, ["size"], {"width": "the option is called size"})
+    assert str(caught.value) == "it takes no 'width': the option is called size."
+
+
 def test_get_strategy_takes_exactly_the_common_options():
     parameters = inspect.signature(get_strategy).parameters
     common = {

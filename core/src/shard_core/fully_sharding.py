@@ -7,20 +7,21 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch.distributed.fsdp import FSDPModule, fully_shard
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shard_core.errors import SetupError
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.recording import Recording, record
+from shard_core.kept_back import KeptBack
 from shard_core.precision.dtypes import dtype_named
 from shard_core.replicas import AveragedScalars, send_values
 from shard_core.units import Unit, find_units, num_bytes
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from shard_core.collectives.interface import Collectives
@@ -37,21 +38,38 @@ class FullySharding:
     ``deferred`` around backwards whose gradients need not travel yet, ``reshard`` before shards are read.
 
     Args:
-        mesh: The data-parallel ranks, one axis.
+        mesh: The data-parallel ranks along one axis, or along two: copies, and the ranks that shard each.
         collectives: What all ranks talk through.
         unit_bytes: Neighbouring blocks share one message until it carries this many bytes of parameters.
         reshard_after_forward: Whether whole parameters are freed between forward and backward; None
             does so for all but the root's.
+        mixed_precision: Dtypes that differ from those parameters are stored in; None for no others.
+        offload: Where shards live between uses; None for the device.
+        deferred: What ``deferred`` keeps back: all of the reduction, the reduction between copies, or nothing; None
+            for the second where there are several copies, else for the first.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, collectives: Collectives, *, unit_bytes: int, reshard_after_forward: bool | None
+        self,
+        mesh: DeviceMesh,
+        collectives: Collectives,
+        *,
+        unit_bytes: int,
+        reshard_after_forward: bool | None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        offload: OffloadPolicy | None = None,
+        deferred: Literal["all", "all_reduce", "nothing"] | None = None,
     ) -> None:
         self._mesh = mesh
         self._collectives = collectives
         self._unit_bytes = unit_bytes
         self._reshard_after_forward = reshard_after_forward
+        self._mixed_precision = mixed_precision or MixedPrecisionPolicy()
+        self._offload = offload or OffloadPolicy()
+        several = mesh.ndim == 2 and mesh.size(0) > 1
+        self._deferred = deferred or ("all_reduce" if several else "all")
         self._scalars: weakref.WeakKeyDictionary[torch.nn.Module, AveragedScalars] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[torch.nn.Module, KeptBack] = weakref.WeakKeyDictionary()
         self._recording: Recording | None = None
         self._leaves_parameters = False
 
@@ -84,7 +102,7 @@ class FullySharding:
             optimizers: Over its parameters as they are.
             names: The names these have.
             policy: Which dtypes recorded tensors get.
-            device: Where this rank's shards live.
+            device: Where this rank computes, and keeps its shards unless they are offloaded.
             lay_out: Lays parameters out along other axes before they are sharded; recorded ones are on
                 the meta device then.
         """
@@ -92,31 +110,53 @@ class FullySharding:
         values = Materializer(module, dtype_named(policy.parameter), dtype_named(policy.buffer))
         if lay_out is not None:
             lay_out(module)
-        self._shard(module, find_units(module, self._unit_bytes))
-        values.allocate(device)
+        units = find_units(module, self._unit_bytes)
+        self._shard(module, units)
+        values.allocate(device, parameters=torch.device("cpu") if self._offloads else device)
         values.set_aside(optimizers)
         names.repoint(optimizers, module)
         values.fill(parameters=not self._leaves_parameters)
         if self._leaves_parameters:
             self._refuse_unset(module)
         self._scalars[module] = AveragedScalars(module)
+        if self._deferred == "all_reduce":
+            self._kept[module] = KeptBack(units)
         NoInferenceMode(module)
 
     @contextlib.contextmanager
     def deferred(self, module: torch.nn.Module) -> Iterator[None]:
-        """Let whole gradients add up on this rank.
+        """Let gradients add up on this rank as far as they are kept back: whole ones, or this copy's shards.
 
         Args:
             module: One that was sharded.
         """
+        if self._deferred == "nothing":
+            yield
+            return
         assert isinstance(module, FSDPModule)
-        module.set_requires_gradient_sync(False)
-        self._scalars[module].deferred = True
+        send = module.set_requires_gradient_sync if self._deferred == "all" else module.set_requires_all_reduce
+        keepers = [each[module] for each in (self._scalars, self._kept) if module in each]
+        send(False)
+        for each in keepers:
+            each.deferred = True
         try:
             yield
         finally:
-            module.set_requires_gradient_sync(True)
-            self._scalars[module].deferred = False
+            send(True)
+            for each in keepers:
+                each.deferred = False
+
+    def check_sent(self, module: torch.nn.Module) -> None:
+        """Make sure, after a backward, that no gradient was left behind that an earlier one had kept back.
+
+        Args:
+            module: One that was sharded.
+
+        Raises:
+            SetupError: If a unit ran in an earlier micro-batch, and not in this one.
+        """
+        if module in self._kept:
+            self._kept[module].check_sent()
 
     def reshard(self, modules: Iterable[torch.nn.Module]) -> None:
         """Free whole parameters: after a forward without backward, a unit may still show them.
@@ -129,6 +169,10 @@ class FullySharding:
                 if isinstance(part, FSDPModule):
                     part.reshard()
 
+    @property
+    def _offloads(self) -> bool:
+        return isinstance(self._offload, CPUOffloadPolicy)
+
     def _shard(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
         # fully_shard refuses 0-d parameters; they stay whole on every rank.
         scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}
@@ -136,6 +180,8 @@ class FullySharding:
             fully_shard,
             mesh=self._mesh,
             reshard_after_forward=self._reshard_after_forward,
+            mp_policy=self._mixed_precision,
+            offload_policy=self._offload,
             ignored_params=scalars,
         )
         for unit in units:
@@ -145,8 +191,8 @@ class FullySharding:
         for unit in units:
             log.info("unit %s: %.1f MiB", ", ".join(unit.names), unit.num_bytes / 2**20)
         rest = total - sum(unit.num_bytes for unit in units)
-        ranks = self._mesh.size()
-        log.info("root unit: %.1f of %.1f MiB, over %d ranks", rest / 2**20, total / 2**20, ranks)
+        ranks = " x ".join(map(str, self._mesh.shape))
+        log.info("root unit: %.1f of %.1f MiB, over %s ranks", rest / 2**20, total / 2**20, ranks)
 
     def _refuse_unset(self, module: torch.nn.Module) -> None:
         """Let the first forward make sure that a checkpoint has filled every parameter."""

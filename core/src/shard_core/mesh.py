@@ -10,7 +10,9 @@ from shard_core.errors import InvalidOption, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from datetime import timedelta
 
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA_AXIS: Final = "data_parallel"
@@ -107,11 +109,12 @@ there are 6; data_parallel=3 or tensor_parallel=3 would fit.
             )
         return self.axes[axis]
 
-    def build(self, device_type: str) -> DeviceMesh:
+    def build(self, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
         """Arrange the ranks of the default process group; every rank calls this.
 
         Args:
             device_type: ``"cpu"``, ``"cuda"``, ...
+            timeout: How long a collective along one axis may take; None for torch's own default.
 
         Returns:
             The mesh, its dimensions named as the axes are.
@@ -119,12 +122,12 @@ there are 6; data_parallel=3 or tensor_parallel=3 would fit.
         Raises:
             InvalidOption: If the sizes do not multiply to the world size.
         """
+        import torch
         import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
 
         shape = self.fitted(dist.get_world_size())
-        sizes = tuple(size for size in shape.axes.values() if size != "auto")
-        return init_device_mesh(device_type, sizes, mesh_dim_names=shape.names)
+        sizes = [size for size in shape.axes.values() if size != "auto"]
+        return arranged(torch.arange(dist.get_world_size()).view(sizes), shape.names, device_type, timeout)
 
     @property
     def _open(self) -> list[str]:
@@ -142,6 +145,32 @@ there are 6; data_parallel=3 or tensor_parallel=3 would fit.
             if size != "auto" and not world_size % (self._known // size)
         ]
         return f"; {' or '.join(fits)} would fit" if fits else f"; start a multiple of {self._known} ranks"
+
+
+def arranged(
+    ranks: torch.Tensor, names: tuple[str, ...], device_type: str, timeout: timedelta | None = None
+) -> DeviceMesh:
+    """Make a mesh of ranks that stand where they are told to; every rank calls this.
+
+    Torch's own constructors give the groups along an axis the default timeout, whatever that of the world is.
+
+    Args:
+        ranks: All of them, one dimension per axis.
+        names: The names of the axes.
+        device_type: ``"cpu"``, ``"cuda"``, ...
+        timeout: How long a collective along one axis may take; None for torch's own default.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if ranks.dim() == 1:
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+    groups = []
+    for axis, size in enumerate(ranks.shape):
+        lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

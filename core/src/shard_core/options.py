@@ -62,16 +62,19 @@ def options_of(config: type) -> tuple[Option, ...]:
     )
 
 
-def check_names(owner: str, given: Mapping[str, Any], allowed: Iterable[str]) -> None:
+def check_names(
+    owner: str, given: Mapping[str, Any], allowed: Iterable[str], refused: Mapping[str, str] | None = None
+) -> None:
     """Refuse keywords that do not exist.
 
     Args:
         owner: Who was given the keywords, for the message.
         given: The keywords.
         allowed: The keywords there are.
+        refused: Keywords that people know from elsewhere, each with what to do instead.
 
     Raises:
-        InvalidOption: If any keyword is unknown; names the nearest and lists all.
+        InvalidOption: If any keyword is unknown; says what to do instead, or names the nearest and lists all.
 
     Example:
         >>> check_names("strategy 'fsdp'", {"unit_sise": 1}, ["unit_size"])
@@ -83,6 +86,8 @@ def check_names(owner: str, given: Mapping[str, Any], allowed: Iterable[str]) ->
     allowed = list(allowed)
     for name in given:
         if name not in allowed:
+            if refused and name in refused:
+                raise InvalidOption(f"{owner} takes no {name!r}: {refused[name]}.")
             hint = nearest(name, allowed) or "."
             listed = f"Its options are: {', '.join(allowed)}." if allowed else "It takes none."
             raise InvalidOption(f"{owner} has no option {name!r}{hint} {listed}")

@@ -127,7 +127,8 @@ def laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
         return value
     value = value.to(parameter.device, parameter.dtype if value.is_floating_point() else value.dtype)
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        shards = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return shards.to(parameter.device)  # those of an offloaded parameter are not where its mesh is
     return value
 
 

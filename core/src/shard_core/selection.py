@@ -95,7 +95,7 @@ precision, collectives, launcher, checkpoint_io, process_group_backend, timeout,
     finder.check_available(info.name)
     common = [field.name for field in dataclasses.fields(RunOptions)]
     _check_capabilities(info, options)
-    check_names(f"strategy {info.name!r}", options, [*(each.name for each in info.options), *common])
+    check_names(f"strategy {info.name!r}", options, [*(each.name for each in info.options), *common], info.refused)
     run = RunOptions(
         accelerator=accelerator,
         devices=devices,

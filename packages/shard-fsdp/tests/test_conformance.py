@@ -1,7 +1,24 @@
-"""``fsdp`` keeps every promise of the contract."""
+"""The strategies of this package keep every promise of the contract."""
+
+import pytest
 
 from shard_core.testing import Conformance
 
 
 class TestFSDP(Conformance):
     strategy = "fsdp"
+
+
+@pytest.mark.long
+class TestHSDP(Conformance):
+    """On two ranks there is one copy, on four there are two."""
+
+    strategy = "hsdp"
+    options = {"device_mesh": ("auto", 2)}
+    world_sizes = (2, 4)
+
+
+@pytest.mark.long
+class TestOffload(Conformance):
+    strategy = "fsdp_cpu_offload"
+    world_sizes = (2,)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shard_core.errors import CannotReplay
 from shard_core.initialization.recording import Recording, is_recorded, recording_of
@@ -41,18 +42,20 @@ class Materializer:
                     replaced[id(tensor)] = _on_meta(tensor, parameter_dtype if is_parameter else buffer_dtype)
                 setattr(owner, _last(name), replaced[id(tensor)])
 
-    def allocate(self, device: torch.device) -> None:
+    def allocate(self, device: torch.device, *, parameters: torch.device | None = None) -> None:
         """Give every tensor memory for this rank's part.
 
         Args:
             device: Where the parts live.
+            parameters: Where those of parameters that are sharded live, if elsewhere.
         """
         made: dict[int, torch.Tensor] = {}
         for name, tensor, owner in list(_named_tensors(self._module)):
             if tensor.device.type != "meta":
                 continue
             if id(tensor) not in made:
-                memory = torch.empty_like(tensor, device=device)
+                # What the engine does not shard it does not bring to the device either.
+                memory = torch.empty_like(tensor, device=(parameters or device) if _is_cut(tensor) else device)
                 if isinstance(tensor, nn.Parameter):
                     parameter = nn.Parameter(memory, requires_grad=tensor.requires_grad)
                     parameter.__dict__.update(tensor.__dict__)
@@ -148,6 +151,10 @@ def _on_meta(tensor: torch.Tensor, floating: torch.dtype) -> torch.Tensor:
     # Libraries mark parameters with attributes of their own, which must survive.
     parameter.__dict__.update(tensor.__dict__)
     return parameter
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and isinstance(tensor, DTensor)
 
 
 def _last(name: str) -> str:

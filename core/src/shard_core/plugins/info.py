@@ -30,6 +30,8 @@ class StrategyInfo:
         presets: Option values that this name stands for, e.g. ``{"stage": 2}``.
         policies: Tables of its own for some of its precisions, by name, where the engine keeps other dtypes
             than core's table says.
+        refused: Keywords that people know from the engine and that it does not take here, each with what to do
+            instead, to follow a colon and be followed by a full stop.
     """
 
     name: str
@@ -43,3 +45,4 @@ class StrategyInfo:
     beyond_max_ranks: str = "`shard list` shows strategies for more"
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     policies: Mapping[str, PrecisionPolicy] = dataclasses.field(default_factory=dict)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)

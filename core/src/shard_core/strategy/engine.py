@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Engine(abc.ABC):
     """The members a strategy's author writes; users call those of ``Strategy``, which call these.
 
-    Order of calls: ``engine_collectives``, ``engine_mesh``, ``engine_seed``; then per module
+    Order of calls: ``engine_precision``, ``engine_collectives``, ``engine_mesh``, ``engine_seed``; then per module
     ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an optimizer that
     comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients``, ``engine_look``
     and ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were
@@ -55,6 +55,17 @@ class Engine(abc.ABC):
     #: Whether parameters are torch's tensors or DTensors under the user's names, so that copies of them are kept
     #: and saved as they are.
     keeps_torch_tensors: ClassVar[bool] = False
+
+    def engine_precision(self, precision: Precision) -> Precision:
+        """Choose the part that says which dtype where; by default the one made from the argument ``precision``.
+
+        Args:
+            precision: That one.
+
+        Raises:
+            InvalidOption: If an option of the engine contradicts it.
+        """
+        return precision
 
     @abc.abstractmethod
     def engine_collectives(self, name: str | None) -> Collectives:

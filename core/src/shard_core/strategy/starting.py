@@ -41,12 +41,12 @@ class Starting(Engine):
         common = {field.name for field in dataclasses.fields(RunOptions)}
         own = {name: value for name, value in arguments.items() if name not in common}
         known = [option.name for option in (*options_of(self.config_type), *options_of(RunOptions))]
-        check_names(f"strategy {self.info.name!r}", own, known)
+        check_names(f"strategy {self.info.name!r}", own, known, self.info.refused)
         self.options = RunOptions(**{name: value for name, value in arguments.items() if name in common})
         self.config = self.config_type(**{**self.info.presets, **own})
         precision = self.options.precision
-        self.precision = build_precision(
-            self.info.policies.get(precision, precision) if isinstance(precision, str) else precision
+        self.precision = self.engine_precision(
+            build_precision(self.info.policies.get(precision, precision) if isinstance(precision, str) else precision)
         )
         chosen = self.options.collectives
         self.collectives = self.engine_collectives(chosen) if chosen is None or isinstance(chosen, str) else chosen

@@ -3,29 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Literal
 
-from shard_core.errors import InvalidOption
+from shard_core.errors import InvalidOption, nearest
 from shard_core.options import option
+from shard_fsdp.layout_config import LayoutOptions
+from shard_fsdp.vocabulary_config import ALWAYS
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+
+_DEFERRABLE = ("auto", "all", "all_reduce", "nothing")
+_FORMS = ("sharded", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FSDPConfig:
-    """Options of ``fsdp``.
+class FSDPConfig(LayoutOptions):
+    """Options of ``fsdp``, ``fsdp_cpu_offload`` and ``hsdp``.
 
     Raises:
-        InvalidOption: If a value has the wrong type or makes no sense.
+        InvalidOption: If a value has the wrong type, makes no sense or contradicts another.
     """
 
     unit_bytes: int = option(
         64 * 2**20, "neighbouring blocks share one message until it carries this many bytes of parameters"
     )
-    reshard_after_forward: bool | None = option(
-        None, "free whole parameters between forward and backward; None does so for all but the root's"
+    cpu_offload: bool | CPUOffload | OffloadPolicy | None = option(
+        None, "keep shards, gradients and optimizer state in host memory, and step them there"
     )
+    mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = option(
+        None, "dtypes in which parameters and gradients travel and products are computed; None follows precision"
+    )
+    defer_sync: Literal["auto", "all", "all_reduce", "nothing"] = option(
+        "auto",
+        "what no_backward_sync leaves to the last micro-batch: all, nothing, or the all_reduce between copies; 'auto': "
+        "the last if there are several, else all",
+    )
+    state_dict_type: Literal["sharded", "full"] = option(
+        "sharded", "the form of checkpoints unless save_checkpoint is told: each rank's shards, or whole tensors"
+    )
+    limit_all_gathers: bool = option(True, "always so: memory is bounded without making the host wait")
+    use_orig_params: bool = option(True, "always so: parameters keep their names and are never flattened")
 
     def __post_init__(self) -> None:
         """Check types and values."""
+        super().__post_init__()
         if isinstance(self.unit_bytes, bool) or not isinstance(self.unit_bytes, int) or self.unit_bytes < 1:
             raise InvalidOption(f"unit_bytes is {self.unit_bytes!r}; give a whole number of bytes from 1 up.")
-        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
-            raise InvalidOption(f"reshard_after_forward is {self.reshard_after_forward!r}; give True, False or None.")
+        # Who gives an object of torch's has imported it.
+        if self.cpu_offload is not None and not isinstance(self.cpu_offload, bool):
+            from shard_fsdp.offload import check_offload
+
+            check_offload(self.cpu_offload)
+        if self.mixed_precision is not None:
+            from shard_fsdp.precision import check_mixed_precision
+
+            check_mixed_precision(self.mixed_precision)
+        for name, allowed in (("defer_sync", _DEFERRABLE), ("state_dict_type", _FORMS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                hint = nearest(str(value), allowed) or ";"
+                raise InvalidOption(f"{name} is {value!r}{hint} it can be: {', '.join(allowed)}.")
+        if self.defer_sync == "all_reduce" and not self.has_copies:
+            raise InvalidOption(
+                "defer_sync is 'all_reduce', which travels between copies, and there is one copy; give 'all' or "
+                "'nothing', or make copies with device_mesh."
+            )
+        for name, (always, reason) in ALWAYS.items():
+            if getattr(self, name) is not always:
+                raise InvalidOption(f"{name} is {getattr(self, name)!r}; {reason}: give {always}, or leave it out.")

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shard_core.capability import Capability
 from shard_core.options import options_of
 from shard_core.plugins import StrategyInfo, hookimpl
 from shard_fsdp.config import FSDPConfig
+from shard_fsdp.vocabulary_config import REFUSED
 
-FSDP = StrategyInfo(
-    name="fsdp",
-    summary="parameters, gradients and optimizer state sharded over all ranks, on torch's fully_shard",
-    factory="shard_fsdp.strategy:FSDPStrategy",
-    # Optimizers that look at whole matrices meet shards: torch's Adafactor and LBFGS fail on them.
-    capabilities=frozenset(Capability) - {Capability.ANY_OPTIMIZER, Capability.CPU_OFFLOAD, Capability.ENTRY_METHODS},
-    precisions=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
-    devices=("cpu", "cuda"),
-    options=options_of(FSDPConfig),
-)
+# Optimizers that look at whole matrices meet shards: torch's Adafactor and LBFGS fail on them.
+_CAPABILITIES = frozenset(Capability) - {Capability.ANY_OPTIMIZER, Capability.ENTRY_METHODS}
+
+
+def _info(name: str, summary: str, **presets: Any) -> StrategyInfo:
+    return StrategyInfo(
+        name=name,
+        summary=summary,
+        factory="shard_fsdp.strategy:FSDPStrategy",
+        capabilities=_CAPABILITIES,
+        precisions=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
+        devices=("cpu", "cuda"),
+        options=options_of(FSDPConfig),
+        presets=presets,
+        refused=REFUSED,
+    )
+
+
+FSDP = _info("fsdp", "parameters, gradients and optimizer state sharded over all ranks, on torch's fully_shard")
+STRATEGIES = {
+    info.name: info
+    for info in (
+        FSDP,
+        _info("fsdp_cpu_offload", "as `fsdp`, with the shards in host memory and stepped there", cpu_offload=True),
+        _info(
+            "hsdp", "as `fsdp` within each host, with a copy of the shards on every host", device_mesh=("auto", "auto")
+        ),
+    )
+}
 
 
 @hookimpl
 def shard_strategy(name: str) -> StrategyInfo | None:
-    """Describe the strategy of this backend."""
-    return FSDP if name == FSDP.name else None
+    """Describe a strategy of this backend."""
+    return STRATEGIES.get(name)

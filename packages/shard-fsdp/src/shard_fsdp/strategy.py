@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shard_core import Strategy
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption
 from shard_core.fully_sharding import FullySharding
-from shard_core.mesh import DATA_AXIS, MeshShape
 from shard_core.strategy.torch_engine import TorchEngine
 from shard_fsdp.config import FSDPConfig
+from shard_fsdp.offload import offload_policy
 from shard_fsdp.plugin import FSDP
+from shard_fsdp.precision import precision_of, wire_policy
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.state import TrainingState
     from shard_core.collectives.interface import Collectives
     from shard_core.parameters import ParameterNames
+    from shard_core.precision.interface import Precision
 
 
 class FSDPStrategy(TorchEngine, Strategy):
@@ -41,23 +43,31 @@ class FSDPStrategy(TorchEngine, Strategy):
     config: FSDPConfig
     _sharding: FullySharding
 
+    def engine_precision(self, precision: Precision) -> Precision:
+        """Let ``mixed_precision`` replace an argument ``precision`` that says nothing else."""
+        return precision_of(self.config.mixed_precision, precision)
+
     def engine_collectives(self, name: str | None) -> Collectives:
         """Talk through a process group."""
         if name not in (None, "process_group"):
-            raise InvalidOption(f"strategy 'fsdp' has no collectives {name!r}; it has: 'process_group'.")
+            raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'process_group'.")
         return ProcessGroupCollectives(
             self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
         )
 
     def engine_mesh(self) -> DeviceMesh:
-        """Shard over all ranks."""
-        mesh = MeshShape({DATA_AXIS: "auto"}).build(self.root_device.type)
+        """Arrange the ranks as the options say, by default along one axis."""
+        config = self.config
+        mesh = config.build_mesh(self.root_device.type, self.local_world_size, self.options.timeout)
         # Made on the rank it serves: what it holds cannot travel there with the strategy.
         self._sharding = FullySharding(
             mesh,
             self.collectives,
-            unit_bytes=self.config.unit_bytes,
-            reshard_after_forward=self.config.reshard_after_forward,
+            unit_bytes=config.unit_bytes,
+            reshard_after_forward=config.reshards,
+            mixed_precision=wire_policy(config.mixed_precision, self.precision.policy),
+            offload=offload_policy(config.cpu_offload, self.root_device),
+            deferred=None if config.defer_sync == "auto" else config.defer_sync,
         )
         return mesh
 
@@ -73,8 +83,17 @@ class FSDPStrategy(TorchEngine, Strategy):
         return module
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Let whole gradients add up on this rank."""
+        """Leave to the last micro-batch what ``defer_sync`` says."""
         return self._sharding.deferred(module)
+
+    def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
+        """Run autograd; what earlier micro-batches kept back must have gone with the last."""
+        super().engine_backward(loss, module, **kwargs)
+        self._sharding.check_sent(module)
+
+    def engine_checkpoint_form(self) -> str | None:
+        """Say which form checkpoints have unless the user names one."""
+        return self.config.state_dict_type
 
     def engine_state(
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]

@@ -75,7 +75,7 @@ class TPStrategy(TorchEngine, Strategy):
         data, tensor = self.config.data_parallel_size, self.config.tensor_parallel_size
         if data == tensor == "auto":
             tensor = self.local_world_size
-        mesh = MeshShape({DATA_AXIS: data, TENSOR_AXIS: tensor}).build(self.root_device.type)
+        mesh = MeshShape({DATA_AXIS: data, TENSOR_AXIS: tensor}).build(self.root_device.type, self.options.timeout)
         # Made on the rank they serve: what they hold cannot travel there with the strategy.
         self._sharding = FullySharding(
             mesh[DATA_AXIS],

@@ -165,14 +165,15 @@ def train_model(subject: Subject, model: str, optimizer: str) -> Run:
 
 
 def train_on_halves(subject: Subject, name: str) -> Run:
-    """Take steps whose loss is the mean of two forwards, each on half of this rank's share."""
+    """Take steps whose loss is the mean of two forwards, each on about half of this rank's share."""
     losses = []
     with subject.strategy() as strategy:
         model, optimizer = set_up(strategy, functools.partial(_make, name), "sgd")
         for batch in _batches(name):
             inputs, targets = models.share_of(strategy, batch)
             half = len(inputs) // 2
-            loss = (model(inputs[:half], targets[:half]) + model(inputs[half:], targets[half:])) / 2
+            weight = half / len(inputs)
+            loss = weight * model(inputs[:half], targets[:half]) + (1 - weight) * model(inputs[half:], targets[half:])
             strategy.backward(loss, model)
             strategy.optimizer_step(optimizer)
             optimizer.zero_grad()

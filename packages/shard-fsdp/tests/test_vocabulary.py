@@ -1,0 +1,50 @@
+"""Every word of torch's FSDP, old and new, is an option or refused with what to do instead."""
+
+import inspect
+from typing import Any
+
+import pytest
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from shard_core import get_strategy
+from shard_core.errors import InvalidOption
+from shard_fsdp.vocabulary_config import REFUSED
+
+WORDS = {
+    *inspect.signature(FullyShardedDataParallel.__init__).parameters,
+    *inspect.signature(fully_shard).parameters,
+} - {"self", "module"}
+
+
+@pytest.mark.parametrize("word", sorted(WORDS))
+def test_no_word_is_swallowed(word: str) -> None:
+    with pytest.raises(InvalidOption, match=rf"\b{word}\b"):
+        get_strategy("fsdp", **{word: object()})
+
+
+@pytest.mark.parametrize("word", sorted(REFUSED))
+def test_what_has_no_counterpart_is_refused_with_its_reason(word: str) -> None:
+    with pytest.raises(InvalidOption) as error:
+        get_strategy("hsdp", **{word: None})
+    assert str(error.value) == f"strategy 'hsdp' takes no {word!r}: {REFUSED[word]}."
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"limit_all_gathers": False},
+            "limit_all_gathers is False; fully_shard bounds memory in any case.*: give True",
+        ),
+        ({"use_orig_params": False}, "use_orig_params is False; .* makes no flat ones: give True, or leave it out"),
+        ({"state_dict_type": "sharde"}, "state_dict_type is 'sharde'; did you mean 'sharded'"),
+        ({"cpu_offload": "yes"}, "cpu_offload is 'yes'; give True, False, or torch's CPUOffload"),
+    ],
+)
+def test_wrong_values_get_a_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        get_strategy("fsdp", **options)
+
+
+def test_what_the_engine_always_does_may_be_said() -> None:
+    assert get_strategy("fsdp", limit_all_gathers=True, use_orig_params=True).config.use_orig_params
