@@ -42,14 +42,21 @@ class FullySharding:
         unit_bytes: Neighbouring blocks share one message until it carries this many bytes of parameters.
         reshard_after_forward: Whether whole parameters are freed between forward and backward; None
             does so for all but the root's.
+        units: Which submodules share one message, if not by bytes.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, collectives: Collectives, *, unit_bytes: int, reshard_after_forward: bool | None
+        self,
+        mesh: DeviceMesh,
+        collectives: Collectives,
+        *,
+        unit_bytes: int,
+        reshard_after_forward: bool | None,
+        units: Callable[[torch.nn.Module], Sequence[Unit]] | None = None,
     ) -> None:
         self._mesh = mesh
         self._collectives = collectives
-        self._unit_bytes = unit_bytes
+        self._units = units or functools.partial(find_units, unit_bytes=unit_bytes)
         self._reshard_after_forward = reshard_after_forward
         self._scalars: weakref.WeakKeyDictionary[torch.nn.Module, AveragedScalars] = weakref.WeakKeyDictionary()
         self._recording: Recording | None = None
@@ -92,7 +99,7 @@ class FullySharding:
         values = Materializer(module, dtype_named(policy.parameter), dtype_named(policy.buffer))
         if lay_out is not None:
             lay_out(module)
-        self._shard(module, find_units(module, self._unit_bytes))
+        self._shard(module, self._units(module))
         values.allocate(device)
         values.set_aside(optimizers)
         names.repoint(optimizers, module)
@@ -141,12 +148,7 @@ class FullySharding:
         for unit in units:
             shard(list(unit.modules))
         shard(module)
-        total = num_bytes(module)
-        for unit in units:
-            log.info("unit %s: %.1f MiB", ", ".join(unit.names), unit.num_bytes / 2**20)
-        rest = total - sum(unit.num_bytes for unit in units)
-        ranks = self._mesh.size()
-        log.info("root unit: %.1f of %.1f MiB, over %d ranks", rest / 2**20, total / 2**20, ranks)
+        _tell(module, units, self._mesh.size())
 
     def _refuse_unset(self, module: torch.nn.Module) -> None:
         """Let the first forward make sure that a checkpoint has filled every parameter."""
@@ -163,3 +165,14 @@ class FullySharding:
             handle.remove()
 
         handle = module.register_forward_pre_hook(check, prepend=True)
+
+
+def _tell(module: torch.nn.Module, units: Sequence[Unit], ranks: int) -> None:
+    """Log what was sharded together."""
+    total, told = num_bytes(module), 0
+    for number, unit in enumerate(units):
+        # A unit does not hold what units inside it hold.
+        upto = num_bytes(*(part for each in units[: number + 1] for part in each.modules))
+        log.info("unit %s: %.1f MiB", ", ".join(unit.names), (upto - told) / 2**20)
+        told = upto
+    log.info("root unit: %.1f of %.1f MiB, over %d ranks", (total - told) / 2**20, total / 2**20, ranks)

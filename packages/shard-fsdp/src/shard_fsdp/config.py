@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from shard_core.errors import InvalidOption
 from shard_core.options import option
+from shard_fsdp import checks
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.fsdp.wrap import CustomPolicy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,9 +30,14 @@ class FSDPConfig:
         None, "free whole parameters between forward and backward; None does so for all but the root's"
     )
 
+    auto_wrap_policy: Collection[type[nn.Module]] | Callable[..., bool] | CustomPolicy | None = option(
+        None, "which submodules are units, instead of unit_bytes: their classes, or a policy of torch's signature"
+    )
+
     def __post_init__(self) -> None:
         """Check types and values."""
         if isinstance(self.unit_bytes, bool) or not isinstance(self.unit_bytes, int) or self.unit_bytes < 1:
             raise InvalidOption(f"unit_bytes is {self.unit_bytes!r}; give a whole number of bytes from 1 up.")
         if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
             raise InvalidOption(f"reshard_after_forward is {self.reshard_after_forward!r}; give True, False or None.")
+        checks.policy("auto_wrap_policy", self.auto_wrap_policy)

@@ -13,8 +13,11 @@ from shard_core.errors import InvalidOption
 from shard_core.fully_sharding import FullySharding
 from shard_core.mesh import DATA_AXIS, MeshShape
 from shard_core.strategy.torch_engine import TorchEngine
+from shard_core.units import Unit, find_units, with_chosen
 from shard_fsdp.config import FSDPConfig
 from shard_fsdp.plugin import FSDP
+from shard_fsdp.policy import chosen_by
+from shard_fsdp.wrapping import ManualUnits
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +43,7 @@ class FSDPStrategy(TorchEngine, Strategy):
     config_type = FSDPConfig
     config: FSDPConfig
     _sharding: FullySharding
+    _by_hand: ManualUnits
 
     def engine_collectives(self, name: str | None) -> Collectives:
         """Talk through a process group."""
@@ -58,12 +62,18 @@ class FSDPStrategy(TorchEngine, Strategy):
             self.collectives,
             unit_bytes=self.config.unit_bytes,
             reshard_after_forward=self.config.reshard_after_forward,
+            units=self._units,
         )
+        self._by_hand = ManualUnits()
         return mesh
 
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
         """Note what constructors do instead of doing it; setup replays it shard by shard."""
         return self._sharding.recording(empty_init)
+
+    def engine_sharded_context(self) -> contextlib.AbstractContextManager[None]:
+        """Mark what users wrap; setup makes units of it."""
+        return self._by_hand.enabled()
 
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
@@ -84,3 +94,10 @@ class FSDPStrategy(TorchEngine, Strategy):
         return TensorState(
             modules, optimizers, rank=self.global_rank, world_size=self.world_size, mesh=self.device_mesh
         )
+
+    def _units(self, module: torch.nn.Module) -> list[Unit]:
+        """Form units of what users have wrapped, of what their policy chooses, or of neighbours by bytes."""
+        wrapped, policy = self._by_hand.of(module), self.config.auto_wrap_policy
+        if policy is not None:
+            return with_chosen(module, dict.fromkeys([*wrapped, *chosen_by(policy, module)]))
+        return with_chosen(module, wrapped, find_units(module, self.config.unit_bytes))
