@@ -1,4 +1,4 @@
-"""Parameters that several submodules share, and the units that must not part them."""
+"""Parameters that several submodules share, and groups of submodules that would part them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_core.units import Unit
 
+def groups_that_part(module: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> set[int]:
+    """Find the groups that have to be dissolved so that every parameter has all its owners in one.
 
-def without_ties(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """Dissolve the units that would part a shared parameter from its other owners.
-
-    Sharding replaces a parameter unit by unit, so one that is shared across units would become several without a
-    word. What a dissolved unit held goes to the unit around it, or to the root.
+    A submodule belongs to the innermost group around it. What a dissolved group held goes to the group around it, or
+    to none.
 
     Args:
         module: The whole module.
-        units: Its units; they may lie inside one another.
+        groups: Some of its submodules; groups may lie inside one another.
 
     Returns:
-        The units that are left, in the same order.
+        The positions of the groups to dissolve.
     """
-    left = list(units)
-    while parting := _parting(module, left):
-        left = [unit for number, unit in enumerate(left) if number not in parting]
-    return left
+    dissolved: set[int] = set()
+    while parting := _parting(module, groups, dissolved):
+        dissolved |= parting
+    return dissolved
 
 
-def _parting(module: nn.Module, units: Sequence[Unit]) -> set[int]:
-    """Number the units between the owners of one parameter and the innermost unit around all of them."""
-    numbers = {part: number for number, unit in enumerate(units) for part in unit.modules}
+def _parting(module: nn.Module, groups: Sequence[Sequence[nn.Module]], dissolved: set[int]) -> set[int]:
+    """Number the groups between the owners of one parameter and the innermost group around all of them."""
+    numbers = {part: number for number, group in enumerate(groups) if number not in dissolved for part in group}
     stacks: dict[int, set[tuple[int, ...]]] = {}
     seen: set[tuple[nn.Module, tuple[int, ...]]] = set()
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import nn
 
 from shard_core.parameters import plain_name
-from shard_core.ties import without_ties
+from shard_core.ties import groups_that_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
     units: list[Unit] = []
     for run in _runs_of_blocks(module):
         units.extend(_grouped(run, unit_bytes))
-    return without_ties(module, units)
+    return _without_ties(module, units)
 
 
 def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequence[Unit] = ()) -> list[Unit]:
@@ -89,7 +89,7 @@ def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequenc
     own = [Unit.of([(names[part], part)]) for part in chosen if part is not module and num_bytes(part)]
     rest = [[pair for pair in zip(unit.names, unit.modules, strict=True) if pair[1] not in chosen] for unit in units]
     found = [*own, *(Unit.of(blocks) for blocks in rest if blocks)]
-    return without_ties(module, sorted(found, key=lambda unit: max(order[part] for part in unit.modules)))
+    return _without_ties(module, sorted(found, key=lambda unit: max(order[part] for part in unit.modules)))
 
 
 def num_bytes(*modules: nn.Module) -> int:
@@ -143,3 +143,9 @@ def _grouped(run: Sequence[tuple[str, nn.Module]], unit_bytes: int) -> list[Unit
         tail = groups.pop()
         groups[-1].extend(tail)
     return [Unit.of(group) for group in groups]
+
+
+def _without_ties(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Leave out the units that would part a shared parameter: sharded in two places it would become two, silently."""
+    dissolved = groups_that_part(module, [unit.modules for unit in units])
+    return [unit for number, unit in enumerate(units) if number not in dissolved]
