@@ -67,6 +67,19 @@ def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
     return _without_ties(module, units)
 
 
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """List a module's repeated blocks: the outermost runs of siblings of one class.
+
+    Args:
+        module: The whole module.
+
+    Example:
+        >>> find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Bilinear(1, 1, 1)))
+        [Linear(in_features=2, out_features=2, bias=True), Linear(in_features=2, out_features=2, bias=True)]
+    """
+    return list(dict.fromkeys(block for run in _runs_of_blocks(module) for _, block in run))
+
+
 def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequence[Unit] = ()) -> list[Unit]:
     """Make a unit of each of some submodules, besides and inside other units.
 

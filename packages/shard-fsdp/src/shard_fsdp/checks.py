@@ -9,7 +9,7 @@ from shard_core.errors import InvalidOption
 
 
 def policy(name: str, value: Any) -> None:
-    """Check what chooses submodules: classes, a function, or one of torch's policies.
+    """Check what chooses units: classes, a function, or one of torch's policies.
 
     Args:
         name: The option.
@@ -18,21 +18,37 @@ def policy(name: str, value: Any) -> None:
     Raises:
         InvalidOption: If it is none of these.
     """
-    if value is None or _is_policy(value):
-        return
-    if isinstance(value, Collection) and not isinstance(value, str) and value:
-        for kind in value:
-            if not isinstance(kind, type):
-                raise InvalidOption(
-                    f"{name} names {kind!r:.60}; name classes of modules, such as nn.TransformerEncoderLayer."
-                )
-        return
-    raise InvalidOption(
-        f"{name} is {value!r:.60}; give a set of classes, a policy of torch.distributed.fsdp.wrap, or a function of "
-        "module, recurse and nonwrapped_numel."
-    )
-
-
-def _is_policy(value: Any) -> bool:
     # Torch's CustomPolicy cannot be called; asking for its class would import torch.
-    return not isinstance(value, type) and (callable(value) or type(value).__name__ == "CustomPolicy")
+    is_policy = not isinstance(value, type) and (callable(value) or type(value).__name__ == "CustomPolicy")
+    if value is not None and not is_policy and not _are_classes(name, value):
+        raise InvalidOption(
+            f"{name} is {value!r:.60}; give a set of classes, a policy of torch.distributed.fsdp.wrap, or a function "
+            "of module, recurse and nonwrapped_numel."
+        )
+
+
+def layers(name: str, value: Any) -> None:
+    """Check what chooses layers: a class, classes, or a function of a module.
+
+    Args:
+        name: The option.
+        value: What the user gave.
+
+    Raises:
+        InvalidOption: If it is none of these.
+    """
+    if value is not None and not callable(value) and not _are_classes(name, value):
+        raise InvalidOption(
+            f"{name} is {value!r:.60}; give a class of modules, a list of classes, or a function of a module."
+        )
+
+
+def _are_classes(name: str, value: Any) -> bool:
+    if not isinstance(value, Collection) or isinstance(value, str) or not value:
+        return False
+    for kind in value:
+        if not isinstance(kind, type):
+            raise InvalidOption(
+                f"{name} names {kind!r:.60}; name classes of modules, such as nn.TransformerEncoderLayer."
+            )
+    return True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from shard_core.errors import InvalidOption
 from shard_core.options import option
@@ -33,6 +33,12 @@ class FSDPConfig:
     auto_wrap_policy: Collection[type[nn.Module]] | Callable[..., bool] | CustomPolicy | None = option(
         None, "which submodules are units, instead of unit_bytes: their classes, or a policy of torch's signature"
     )
+    activation_checkpointing: type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool] | None = (
+        option(None, "submodules that compute their activations again in backward: their class, classes, or a function")
+    )
+    compile: bool | Mapping[str, Any] = option(
+        False, "compile each block (each unit one has chosen) with torch.compile; or arguments for it"
+    )
 
     def __post_init__(self) -> None:
         """Check types and values."""
@@ -41,3 +47,9 @@ class FSDPConfig:
         if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
             raise InvalidOption(f"reshard_after_forward is {self.reshard_after_forward!r}; give True, False or None.")
         checks.policy("auto_wrap_policy", self.auto_wrap_policy)
+        checks.layers("activation_checkpointing", self.activation_checkpointing)
+        if not isinstance(self.compile, bool | Mapping):
+            raise InvalidOption(
+                f"compile is {self.compile!r:.60}; give True, False, or arguments of torch.compile such as "
+                "{'mode': 'max-autotune'}."
+            )

@@ -13,10 +13,11 @@ from shard_core.errors import InvalidOption
 from shard_core.fully_sharding import FullySharding
 from shard_core.mesh import DATA_AXIS, MeshShape
 from shard_core.strategy.torch_engine import TorchEngine
-from shard_core.units import Unit, find_units, with_chosen
+from shard_core.units import Unit, find_blocks, find_units, with_chosen
 from shard_fsdp.config import FSDPConfig
 from shard_fsdp.plugin import FSDP
 from shard_fsdp.policy import chosen_by
+from shard_fsdp.recomputation import recompute
 from shard_fsdp.wrapping import ManualUnits
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class FSDPStrategy(TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Shard the module unit by unit, then fill its shards with their values."""
+        self._prepare(module)
         self._sharding.shard(module, optimizers, names, policy=self.precision.policy, device=self.root_device)
         return module
 
@@ -95,9 +97,22 @@ class FSDPStrategy(TorchEngine, Strategy):
             modules, optimizers, rank=self.global_rank, world_size=self.world_size, mesh=self.device_mesh
         )
 
+    def _prepare(self, module: torch.nn.Module) -> None:
+        """Change how layers run, which torch asks for before they are sharded."""
+        if self.config.activation_checkpointing is not None:
+            recompute(module, self.config.activation_checkpointing)
+        if self.config.compile is not False:
+            arguments = {} if self.config.compile is True else self.config.compile
+            for block in self._chosen(module) or find_blocks(module) or [module]:
+                block.compile(**arguments)
+
     def _units(self, module: torch.nn.Module) -> list[Unit]:
-        """Form units of what users have wrapped, of what their policy chooses, or of neighbours by bytes."""
-        wrapped, policy = self._by_hand.of(module), self.config.auto_wrap_policy
-        if policy is not None:
-            return with_chosen(module, dict.fromkeys([*wrapped, *chosen_by(policy, module)]))
-        return with_chosen(module, wrapped, find_units(module, self.config.unit_bytes))
+        """Form units of what is chosen and, without a policy, of what is left by bytes."""
+        rest = [] if self.config.auto_wrap_policy is not None else find_units(module, self.config.unit_bytes)
+        return with_chosen(module, self._chosen(module), rest)
+
+    def _chosen(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+        """List what users have wrapped or their policy chooses."""
+        policy = self.config.auto_wrap_policy
+        by_policy = [] if policy is None else chosen_by(policy, module)
+        return list(dict.fromkeys([*self._by_hand.of(module), *by_policy]))
