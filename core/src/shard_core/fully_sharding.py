@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -15,8 +15,9 @@ from shard_core.errors import SetupError
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.recording import Recording, record
+from shard_core.parameters import plain_name
 from shard_core.precision.dtypes import dtype_named
-from shard_core.replicas import AveragedScalars, send_values
+from shard_core.replicas import AveragedGradients, send_values
 from shard_core.units import Unit, find_units, num_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class FullySharding:
         self._collectives = collectives
         self._units = units or functools.partial(find_units, unit_bytes=unit_bytes)
         self._reshard_after_forward = reshard_after_forward
-        self._scalars: weakref.WeakKeyDictionary[torch.nn.Module, AveragedScalars] = weakref.WeakKeyDictionary()
+        self._replicas: weakref.WeakKeyDictionary[torch.nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
         self._recording: Recording | None = None
         self._leaves_parameters = False
 
@@ -83,6 +84,7 @@ class FullySharding:
         policy: PrecisionPolicy,
         device: torch.device,
         lay_out: Callable[[torch.nn.Module], None] | None = None,
+        whole: Collection[torch.nn.Parameter] = (),
     ) -> None:
         """Shard a module in place and point its optimizers at the shards.
 
@@ -94,19 +96,23 @@ class FullySharding:
             device: Where this rank's shards live.
             lay_out: Lays parameters out along other axes before they are sharded; recorded ones are on
                 the meta device then.
+            whole: Parameters of the module that every rank keeps whole; their gradients are averaged all the same.
         """
+        kept = {names.of(parameter) for parameter in whole}
         send_values(module)
         values = Materializer(module, dtype_named(policy.parameter), dtype_named(policy.buffer))
         if lay_out is not None:
             lay_out(module)
-        self._shard(module, self._units(module))
+        self._shard(module, self._units(module), kept)
         values.allocate(device)
+        for parameter in _whole(module, kept):
+            parameter.data = parameter.data.to(device)
         values.set_aside(optimizers)
         names.repoint(optimizers, module)
         values.fill(parameters=not self._leaves_parameters)
         if self._leaves_parameters:
             self._refuse_unset(module)
-        self._scalars[module] = AveragedScalars(module)
+        self._replicas[module] = AveragedGradients(_whole(module, kept))
         NoInferenceMode(module)
 
     @contextlib.contextmanager
@@ -118,12 +124,12 @@ class FullySharding:
         """
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(False)
-        self._scalars[module].deferred = True
+        self._replicas[module].deferred = True
         try:
             yield
         finally:
             module.set_requires_gradient_sync(True)
-            self._scalars[module].deferred = False
+            self._replicas[module].deferred = False
 
     def reshard(self, modules: Iterable[torch.nn.Module]) -> None:
         """Free whole parameters: after a forward without backward, a unit may still show them.
@@ -136,14 +142,12 @@ class FullySharding:
                 if isinstance(part, FSDPModule):
                     part.reshard()
 
-    def _shard(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
-        # fully_shard refuses 0-d parameters; they stay whole on every rank.
-        scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}
+    def _shard(self, module: torch.nn.Module, units: Sequence[Unit], kept: Collection[str]) -> None:
         shard = functools.partial(
             fully_shard,
             mesh=self._mesh,
             reshard_after_forward=self._reshard_after_forward,
-            ignored_params=scalars,
+            ignored_params=set(_whole(module, kept)),
         )
         for unit in units:
             shard(list(unit.modules))
@@ -165,6 +169,11 @@ class FullySharding:
             handle.remove()
 
         handle = module.register_forward_pre_hook(check, prepend=True)
+
+
+def _whole(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:
+    """List the parameters that are not sharded: those asked for, and those without a dimension to shard."""
+    return [p for name, p in module.named_parameters() if p.dim() == 0 or plain_name(name) in kept]
 
 
 def _tell(module: torch.nn.Module, units: Sequence[Unit], ranks: int) -> None:

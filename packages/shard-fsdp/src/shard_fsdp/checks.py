@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shard_core.errors import InvalidOption
@@ -41,6 +41,20 @@ def layers(name: str, value: Any) -> None:
         raise InvalidOption(
             f"{name} is {value!r:.60}; give a class of modules, a list of classes, or a function of a module."
         )
+
+
+def collection(name: str, value: Any) -> None:
+    """Check what lists parts of a model.
+
+    Args:
+        name: The option.
+        value: What the user gave.
+
+    Raises:
+        InvalidOption: If it is no collection.
+    """
+    if not isinstance(value, Collection) or isinstance(value, str | Mapping):
+        raise InvalidOption(f"{name} is {value!r:.60}; give a list, such as ['blocks.*.norm'].")
 
 
 def _are_classes(name: str, value: Any) -> bool:

@@ -22,13 +22,16 @@ def has_forward(kind: type[nn.Module]) -> bool:
     return kind.forward is not nn.Module.forward
 
 
-def of_classes(option: str, classes: Iterable[type[nn.Module]], module: nn.Module) -> list[nn.Module]:
+def of_classes(
+    option: str, classes: Iterable[type[nn.Module]], module: nn.Module, *, running: bool = True
+) -> list[nn.Module]:
     """Find the submodules of some classes.
 
     Args:
         option: What the classes were given for, for the message.
         classes: Classes, each of which must match.
         module: The whole module.
+        running: Whether they must have a forward.
 
     Returns:
         The submodules, each once, outer ones first.
@@ -41,7 +44,7 @@ def of_classes(option: str, classes: Iterable[type[nn.Module]], module: nn.Modul
         if not any(isinstance(part, kind) for part in parts):
             hint = nearest(kind.__name__, {type(part).__name__ for part in parts})
             raise InvalidOption(f"{option} names {kind.__name__}, of which the model has none{hint or '.'}")
-        if not has_forward(kind):
+        if running and not has_forward(kind):
             raise InvalidOption(
                 f"{option} names {kind.__name__}, which has no forward; name the class of what it holds."
             )

@@ -39,6 +39,12 @@ class FSDPConfig:
     compile: bool | Mapping[str, Any] = option(
         False, "compile each block (each unit one has chosen) with torch.compile; or arguments for it"
     )
+    ignored_modules: Collection[nn.Module | type[nn.Module] | str] = option(
+        (), "submodules whose parameters stay whole on every rank: names (* for one part), classes, or themselves"
+    )
+    ignored_states: Collection[nn.Parameter | nn.Module | str] = option(
+        (), "parameters that stay whole on every rank: names (* for one part), or themselves"
+    )
 
     def __post_init__(self) -> None:
         """Check types and values."""
@@ -53,3 +59,5 @@ class FSDPConfig:
                 f"compile is {self.compile!r:.60}; give True, False, or arguments of torch.compile such as "
                 "{'mode': 'max-autotune'}."
             )
+        for name in ("ignored_modules", "ignored_states"):
+            checks.collection(name, getattr(self, name))

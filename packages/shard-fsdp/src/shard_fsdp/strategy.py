@@ -15,6 +15,7 @@ from shard_core.mesh import DATA_AXIS, MeshShape
 from shard_core.strategy.torch_engine import TorchEngine
 from shard_core.units import Unit, find_blocks, find_units, with_chosen
 from shard_fsdp.config import FSDPConfig
+from shard_fsdp.ignored import ignored_parameters
 from shard_fsdp.plugin import FSDP
 from shard_fsdp.policy import chosen_by
 from shard_fsdp.recomputation import recompute
@@ -81,7 +82,9 @@ class FSDPStrategy(TorchEngine, Strategy):
     ) -> torch.nn.Module:
         """Shard the module unit by unit, then fill its shards with their values."""
         self._prepare(module)
-        self._sharding.shard(module, optimizers, names, policy=self.precision.policy, device=self.root_device)
+        whole = ignored_parameters(module, self.config.ignored_modules, self.config.ignored_states)
+        policy, device = self.precision.policy, self.root_device
+        self._sharding.shard(module, optimizers, names, policy=policy, device=device, whole=whole)
         return module
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
