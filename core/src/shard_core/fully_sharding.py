@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from shard_core.errors import SetupError
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
+from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
 from shard_core.parameters import plain_name
 from shard_core.precision.dtypes import dtype_named
@@ -85,7 +86,8 @@ class FullySharding:
         device: torch.device,
         lay_out: Callable[[torch.nn.Module], None] | None = None,
         whole: Collection[torch.nn.Parameter] = (),
-    ) -> None:
+        param_init_fn: Callable[[torch.nn.Module], object] | None = None,
+    ) -> Sequence[Unit]:
         """Shard a module in place and point its optimizers at the shards.
 
         Args:
@@ -97,13 +99,23 @@ class FullySharding:
             lay_out: Lays parameters out along other axes before they are sharded; recorded ones are on
                 the meta device then.
             whole: Parameters of the module that every rank keeps whole; their gradients are averaged all the same.
+            param_init_fn: Initialises what a submodule has on the meta device.
+
+        Returns:
+            The units that were formed, without the root's.
+
+        Raises:
+            SetupError: If a tensor has no values and nothing that gives it some.
         """
         kept = {names.of(parameter) for parameter in whole}
+        if needs_values(module, self._collectives):
+            initialise(module, param_init_fn, self.recording(empty_init=False))
         send_values(module)
         values = Materializer(module, dtype_named(policy.parameter), dtype_named(policy.buffer))
         if lay_out is not None:
             lay_out(module)
-        self._shard(module, self._units(module), kept)
+        units = self._units(module)
+        self._shard(module, units, kept)
         values.allocate(device)
         for parameter in _whole(module, kept):
             parameter.data = parameter.data.to(device)
@@ -114,6 +126,7 @@ class FullySharding:
             self._refuse_unset(module)
         self._replicas[module] = AveragedGradients(_whole(module, kept))
         NoInferenceMode(module)
+        return units
 
     @contextlib.contextmanager
     def deferred(self, module: torch.nn.Module) -> Iterator[None]:

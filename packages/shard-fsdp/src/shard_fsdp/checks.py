@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shard_core.errors import InvalidOption
+from shard_core.errors import InvalidOption, nearest
+
+_PREFETCHES = ("backward_pre", "backward_post", "none")
 
 
 def policy(name: str, value: Any) -> None:
@@ -55,6 +57,31 @@ def collection(name: str, value: Any) -> None:
     """
     if not isinstance(value, Collection) or isinstance(value, str | Mapping):
         raise InvalidOption(f"{name} is {value!r:.60}; give a list, such as ['blocks.*.norm'].")
+
+
+def backward_prefetch(value: Any) -> str | None:
+    """Bring the order of gathering in backward to one spelling.
+
+    Args:
+        value: What the user gave: torch's enum, its names in any case, or None.
+
+    Returns:
+        ``"backward_pre"``, ``"backward_post"`` or None.
+
+    Raises:
+        InvalidOption: If there is no such order.
+
+    Example:
+        >>> backward_prefetch("BACKWARD_PRE")
+        'backward_pre'
+    """
+    name = value if isinstance(value, str) else getattr(value, "name", "none" if value is None else "")
+    if str(name).lower() not in _PREFETCHES:
+        raise InvalidOption(
+            f"backward_prefetch is {value!r}{nearest(str(name), _PREFETCHES) or ';'} give 'backward_pre', "
+            "'backward_post', None or torch's BackwardPrefetch."
+        )
+    return None if name.lower() == "none" else name.lower()
 
 
 def _are_classes(name: str, value: Any) -> bool:

@@ -12,6 +12,7 @@ from shard_fsdp import checks
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.fsdp import BackwardPrefetch
     from torch.distributed.fsdp.wrap import CustomPolicy
 
 
@@ -45,6 +46,15 @@ class FSDPConfig:
     ignored_states: Collection[nn.Parameter | nn.Module | str] = option(
         (), "parameters that stay whole on every rank: names (* for one part), or themselves"
     )
+    backward_prefetch: BackwardPrefetch | str | None = option(
+        "backward_pre",
+        "gather the next unit before gradients are computed (backward_pre) or after (backward_post, None)",
+    )
+    forward_prefetch: bool = option(False, "let each unit gather the next one in the order of registration")
+    param_init_fn: Callable[[nn.Module], object] | None = option(
+        None, "initialises what a submodule has on the meta device, where it was not built in module_init_context()"
+    )
+    sync_module_states: bool = option(True, "start every rank from rank 0's values; there is no other way")
 
     def __post_init__(self) -> None:
         """Check types and values."""
@@ -61,3 +71,13 @@ class FSDPConfig:
             )
         for name in ("ignored_modules", "ignored_states"):
             checks.collection(name, getattr(self, name))
+        object.__setattr__(self, "backward_prefetch", checks.backward_prefetch(self.backward_prefetch))
+        if not isinstance(self.forward_prefetch, bool):
+            raise InvalidOption(f"forward_prefetch is {self.forward_prefetch!r}; give True or False.")
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            raise InvalidOption(f"param_init_fn is {self.param_init_fn!r:.60}; give a function of a module.")
+        if self.sync_module_states is not True:
+            raise InvalidOption(
+                f"sync_module_states is {self.sync_module_states!r}; a model cut from different values is nobody's, so "
+                "all ranks start from rank 0's: leave it out."
+            )

@@ -18,6 +18,7 @@ from shard_fsdp.config import FSDPConfig
 from shard_fsdp.ignored import ignored_parameters
 from shard_fsdp.plugin import FSDP
 from shard_fsdp.policy import chosen_by
+from shard_fsdp.prefetch import set_prefetching
 from shard_fsdp.recomputation import recompute
 from shard_fsdp.wrapping import ManualUnits
 
@@ -83,8 +84,16 @@ class FSDPStrategy(TorchEngine, Strategy):
         """Shard the module unit by unit, then fill its shards with their values."""
         self._prepare(module)
         whole = ignored_parameters(module, self.config.ignored_modules, self.config.ignored_states)
-        policy, device = self.precision.policy, self.root_device
-        self._sharding.shard(module, optimizers, names, policy=policy, device=device, whole=whole)
+        units = self._sharding.shard(
+            module,
+            optimizers,
+            names,
+            policy=self.precision.policy,
+            device=self.root_device,
+            whole=whole,
+            param_init_fn=self.config.param_init_fn,
+        )
+        set_prefetching(module, units, backward=self.config.backward_prefetch, forward=self.config.forward_prefetch)
         return module
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
