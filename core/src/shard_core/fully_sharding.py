@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from shard_core.entries import Entries
 from shard_core.errors import SetupError
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
@@ -125,6 +126,7 @@ class FullySharding:
         if self._leaves_parameters:
             self._refuse_unset(module)
         self._replicas[module] = AveragedGradients(_whole(module, kept))
+        Entries(module, units)
         NoInferenceMode(module)
         return units
 

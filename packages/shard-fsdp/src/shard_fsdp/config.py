@@ -46,7 +46,7 @@ class FSDPConfig:
     ignored_states: Collection[nn.Parameter | nn.Module | str] = option(
         (), "parameters that stay whole on every rank: names (* for one part), or themselves"
     )
-    backward_prefetch: BackwardPrefetch | str | None = option(
+    backward_prefetch: str | BackwardPrefetch | None = option(
         "backward_pre",
         "gather the next unit before gradients are computed (backward_pre) or after (backward_post, None)",
     )

@@ -12,7 +12,7 @@ FSDP = StrategyInfo(
     summary="parameters, gradients and optimizer state sharded over all ranks, on torch's fully_shard",
     factory="shard_fsdp.strategy:FSDPStrategy",
     # Optimizers that look at whole matrices meet shards: torch's Adafactor and LBFGS fail on them.
-    capabilities=frozenset(Capability) - {Capability.ANY_OPTIMIZER, Capability.CPU_OFFLOAD, Capability.ENTRY_METHODS},
+    capabilities=frozenset(Capability) - {Capability.ANY_OPTIMIZER, Capability.CPU_OFFLOAD},
     precisions=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
     devices=("cpu", "cuda"),
     options=options_of(FSDPConfig),

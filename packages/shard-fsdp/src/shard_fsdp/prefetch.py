@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from shard_core.units import Unit
 
 
-def set_prefetching(module: nn.Module, units: Sequence[Unit], *, backward: str | None, forward: bool) -> None:
+def set_prefetching(module: nn.Module, units: Sequence[Unit], *, backward: bool, forward: bool) -> None:
     """Tell units which others to gather beside their own work.
 
     Args:
         module: A module that was sharded.
         units: Its units.
-        backward: ``"backward_pre"`` gathers the next unit before the gradients of one are computed; ``"backward_post"``
-            and None do so afterwards, so that no two are whole at a time.
+        backward: Whether the next unit is gathered before the gradients of one are computed; if not, no two are whole
+            at a time.
         forward: Whether each unit gathers the one registered after it before it computes.
     """
     position = {part: number for number, part in enumerate(module.modules())}
@@ -30,7 +30,7 @@ def set_prefetching(module: nn.Module, units: Sequence[Unit], *, backward: str |
     if forward:
         for part, following in itertools.pairwise(gathering):
             part.set_modules_to_forward_prefetch([following])
-    if backward != "backward_pre":
+    if not backward:
         for part in gathering:
             # A list that is empty would mean torch's own order; what a unit has gathered is not gathered again.
             part.set_modules_to_backward_prefetch([part])

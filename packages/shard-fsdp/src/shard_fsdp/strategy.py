@@ -93,7 +93,8 @@ class FSDPStrategy(TorchEngine, Strategy):
             whole=whole,
             param_init_fn=self.config.param_init_fn,
         )
-        set_prefetching(module, units, backward=self.config.backward_prefetch, forward=self.config.forward_prefetch)
+        early = self.config.backward_prefetch == "backward_pre"
+        set_prefetching(module, units, backward=early, forward=self.config.forward_prefetch)
         return module
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
