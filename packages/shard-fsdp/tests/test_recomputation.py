@@ -1,5 +1,6 @@
 """Activation checkpointing: less is kept, more is computed, and nothing else changes."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -113,3 +114,20 @@ def test_a_class_that_is_not_there_gets_a_sentence() -> None:
     message = "activation_checkpointing names TransformerEncoderLayer, of which the model has none"
     with get_strategy("fsdp", **options) as strategy, pytest.raises(InvalidOption, match=message):
         strategy.setup_module(Stack())
+
+
+def doubled(forward: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return 2 * forward(x, **kwargs)
+
+
+def test_a_forward_that_somebody_exchanged_before_stays_and_runs_again() -> None:
+    with get_strategy("fsdp", activation_checkpointing=Layer) as strategy:
+        model = Stack()
+        first = model.layers[0]
+        first.forward = functools.partial(doubled, first.forward)
+        before = first(torch.ones(2, WIDTH), scale=0.0)
+        model = strategy.setup_module(model)
+        after = model.layers[0](torch.ones(2, WIDTH), scale=0.0)
+        after.sum().backward()
+        assert torch.equal(before, after)
+        assert first.calls == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import checkpoint
@@ -30,9 +31,16 @@ def recompute(
         InvalidOption: If a class matches no submodule, or has no forward.
     """
     for layer in _chosen(module, layers):
-        forward = layer.forward
-        # A partial takes the layer along where the module is copied, which a function would not.
-        layer.forward = functools.update_wrapper(functools.partial(_recomputed, forward), forward)
+        if "forward" in vars(layer):
+            # Somebody has exchanged it before; compiled, such a layer may need a graph of its own.
+            layer.forward = functools.update_wrapper(functools.partial(_recomputed, layer.forward), layer.forward)
+        else:
+            layer.forward = MethodType(_recomputed_forward, layer)
+
+
+def _recomputed_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Nothing in here belongs to one layer, so that compiled layers of a class share a graph.
+    return _recomputed(type(layer).forward, layer, *args, **kwargs)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
