@@ -31,6 +31,7 @@ def chosen_by(policy: Any, module: nn.Module) -> list[nn.Module]:
 
     Example:
         >>> import functools
+        >>> from torch import nn
         >>> from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(9, 9))
         >>> chosen_by(functools.partial(size_based_auto_wrap_policy, min_num_params=50), model)
