@@ -81,11 +81,11 @@ def truth(order: list[str]) -> dict[str, torch.Tensor]:
 
 
 ORDERS = [[name, "forward", name] for name in LOSSES]
-UNITS: list[dict[str, Any]] = [
-    {},
-    {"unit_bytes": 1},
-    {"unit_bytes": 1, "reshard_after_forward": True},
+UNITS = [
     {"unit_bytes": 200},
+    {"unit_bytes": 1, "reshard_after_forward": True},
+    pytest.param({}, marks=pytest.mark.long),
+    pytest.param({"unit_bytes": 1}, marks=pytest.mark.long),
 ]
 
 

@@ -74,10 +74,9 @@ LATE_BACKWARD = ["gather 2", "reduce 2", "gather 1", "reduce 1", "gather 0", "re
     ("options", "forward", "backward"),
     [
         ({}, LATE_FORWARD, EARLY_BACKWARD),
-        ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, LATE_FORWARD, EARLY_BACKWARD),
-        ({"backward_prefetch": "BACKWARD_POST"}, LATE_FORWARD, LATE_BACKWARD),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, LATE_FORWARD, LATE_BACKWARD),
         ({"backward_prefetch": None, "forward_prefetch": True}, EARLY_FORWARD, LATE_BACKWARD),
-        ({"forward_prefetch": True}, EARLY_FORWARD, EARLY_BACKWARD),
+        ({"backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True}, EARLY_FORWARD, EARLY_BACKWARD),
     ],
 )
 def test_units_are_gathered_when_they_are_asked_for(
