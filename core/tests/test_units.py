@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core.units import find_units, num_bytes
+from shard_core.units import find_units, num_bytes, with_chosen
 
 WEIGHT = 10 * 10 * 4
 
@@ -72,3 +72,40 @@ def test_nothing_repeats(module: nn.Module) -> None:
 
 def test_bytes_follow_the_dtype() -> None:
     assert num_bytes(linear().to(torch.bfloat16)) == WEIGHT // 2
+
+
+def chosen(model: nn.Module, *modules: nn.Module) -> list[tuple[str, ...]]:
+    return [unit.names for unit in with_chosen(model, modules, find_units(model, 2 * WEIGHT))]
+
+
+def test_a_chosen_block_leaves_the_unit_of_its_neighbours() -> None:
+    model = nn.Sequential(*[linear() for _ in range(4)])
+    assert chosen(model, model[0]) == [("0",), ("1",), ("2", "3")]
+
+
+def test_a_chosen_module_may_lie_inside_a_unit_or_around_one() -> None:
+    model = nn.Sequential(*[nn.Sequential(linear(), nn.Sequential(linear())) for _ in range(4)])
+    assert chosen(model, model[0][1]) == [("0.1",), ("0",), ("1",), ("2",), ("3",)]
+    assert chosen(nn.Sequential(model), model) == [("0.0",), ("0.1",), ("0.2",), ("0.3",), ("0",)]
+
+
+def test_a_tie_into_an_inner_unit_is_kept_by_the_unit_around_it() -> None:
+    model = nn.Sequential(nn.Sequential(linear(), nn.Sequential(linear())), linear())
+    model[0][1][0].weight = model[0][0].weight
+    assert chosen(model, model[0], model[0][1]) == [("0",)]
+    model[1].weight = model[0][0].weight
+    assert chosen(model, model[0], model[0][1]) == []
+
+
+def test_a_module_under_two_names_is_one_unit_where_both_lie_in_it() -> None:
+    model = nn.Module()
+    model.first, model.second = linear(), linear()
+    model.both = nn.Sequential(model.first, model.second)
+    assert chosen(model, model.first, model.both) == [("first",)], "second is the root's as well"
+
+
+def test_a_module_in_two_units_is_parted_by_neither() -> None:
+    inner = linear()
+    model = nn.Sequential(nn.Sequential(linear(), inner), nn.Sequential(linear(), inner), linear())
+    assert chosen(model, model[0], model[1]) == []
+    assert chosen(model, model[0], model[1], inner) == [("0.1",), ("0",), ("1",)]

@@ -6,20 +6,23 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from shard_core.entries import Entries
 from shard_core.errors import SetupError
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
+from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
 from shard_core.kept_back import KeptBack
+from shard_core.parameters import plain_name
 from shard_core.precision.dtypes import dtype_named
-from shard_core.replicas import AveragedScalars, send_values
-from shard_core.units import Unit, find_units, num_bytes
+from shard_core.replicas import AveragedGradients, send_values
+from shard_core.units import Unit, num_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +43,7 @@ class FullySharding:
     Args:
         mesh: The data-parallel ranks along one axis, or along two: copies, and the ranks that shard each.
         collectives: What all ranks talk through.
-        unit_bytes: Neighbouring blocks share one message until it carries this many bytes of parameters.
+        units: Tells which submodules of a module share one message.
         reshard_after_forward: Whether whole parameters are freed between forward and backward; None
             does so for all but the root's.
         mixed_precision: Dtypes that differ from those parameters are stored in; None for no others.
@@ -54,7 +57,7 @@ class FullySharding:
         mesh: DeviceMesh,
         collectives: Collectives,
         *,
-        unit_bytes: int,
+        units: Callable[[torch.nn.Module], Sequence[Unit]],
         reshard_after_forward: bool | None,
         mixed_precision: MixedPrecisionPolicy | None = None,
         offload: OffloadPolicy | None = None,
@@ -62,13 +65,13 @@ class FullySharding:
     ) -> None:
         self._mesh = mesh
         self._collectives = collectives
-        self._unit_bytes = unit_bytes
+        self._units = units
         self._reshard_after_forward = reshard_after_forward
         self._mixed_precision = mixed_precision or MixedPrecisionPolicy()
         self._offload = offload or OffloadPolicy()
         several = mesh.ndim == 2 and mesh.size(0) > 1
         self._deferred = deferred or ("all_reduce" if several else "all")
-        self._scalars: weakref.WeakKeyDictionary[torch.nn.Module, AveragedScalars] = weakref.WeakKeyDictionary()
+        self._replicas: weakref.WeakKeyDictionary[torch.nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
         self._kept: weakref.WeakKeyDictionary[torch.nn.Module, KeptBack] = weakref.WeakKeyDictionary()
         self._recording: Recording | None = None
         self._leaves_parameters = False
@@ -94,7 +97,9 @@ class FullySharding:
         policy: PrecisionPolicy,
         device: torch.device,
         lay_out: Callable[[torch.nn.Module], None] | None = None,
-    ) -> None:
+        whole: Collection[torch.nn.Parameter] = (),
+        param_init_fn: Callable[[torch.nn.Module], object] | None = None,
+    ) -> Sequence[Unit]:
         """Shard a module in place and point its optimizers at the shards.
 
         Args:
@@ -105,23 +110,38 @@ class FullySharding:
             device: Where this rank computes, and keeps its shards unless they are offloaded.
             lay_out: Lays parameters out along other axes before they are sharded; recorded ones are on
                 the meta device then.
+            whole: Parameters of the module that every rank keeps whole; their gradients are averaged all the same.
+            param_init_fn: Initialises what a submodule has on the meta device.
+
+        Returns:
+            The units that were formed, without the root's.
+
+        Raises:
+            SetupError: If a tensor has no values and nothing that gives it some.
         """
+        kept = {names.of(parameter) for parameter in whole}
+        if needs_values(module, self._collectives):
+            initialise(module, param_init_fn, self.recording(empty_init=False))
         send_values(module)
         values = Materializer(module, dtype_named(policy.parameter), dtype_named(policy.buffer))
         if lay_out is not None:
             lay_out(module)
-        units = find_units(module, self._unit_bytes)
-        self._shard(module, units)
+        units = self._units(module)
+        self._shard(module, units, kept)
         values.allocate(device, parameters=torch.device("cpu") if self._offloads else device)
+        for parameter in _whole(module, kept):
+            parameter.data = parameter.data.to(device)
         values.set_aside(optimizers)
         names.repoint(optimizers, module)
         values.fill(parameters=not self._leaves_parameters)
         if self._leaves_parameters:
             self._refuse_unset(module)
-        self._scalars[module] = AveragedScalars(module)
+        self._replicas[module] = AveragedGradients(_whole(module, kept))
         if self._deferred == "all_reduce":
             self._kept[module] = KeptBack(units)
+        Entries(module, units)
         NoInferenceMode(module)
+        return units
 
     @contextlib.contextmanager
     def deferred(self, module: torch.nn.Module) -> Iterator[None]:
@@ -135,7 +155,7 @@ class FullySharding:
             return
         assert isinstance(module, FSDPModule)
         send = module.set_requires_gradient_sync if self._deferred == "all" else module.set_requires_all_reduce
-        keepers = [each[module] for each in (self._scalars, self._kept) if module in each]
+        keepers = [each[module] for each in (self._replicas, self._kept) if module in each]
         send(False)
         for each in keepers:
             each.deferred = True
@@ -173,26 +193,19 @@ class FullySharding:
     def _offloads(self) -> bool:
         return isinstance(self._offload, CPUOffloadPolicy)
 
-    def _shard(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
-        # fully_shard refuses 0-d parameters; they stay whole on every rank.
-        scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}
+    def _shard(self, module: torch.nn.Module, units: Sequence[Unit], kept: Collection[str]) -> None:
         shard = functools.partial(
             fully_shard,
             mesh=self._mesh,
             reshard_after_forward=self._reshard_after_forward,
             mp_policy=self._mixed_precision,
             offload_policy=self._offload,
-            ignored_params=scalars,
+            ignored_params=set(_whole(module, kept)),
         )
         for unit in units:
             shard(list(unit.modules))
         shard(module)
-        total = num_bytes(module)
-        for unit in units:
-            log.info("unit %s: %.1f MiB", ", ".join(unit.names), unit.num_bytes / 2**20)
-        rest = total - sum(unit.num_bytes for unit in units)
-        ranks = " x ".join(map(str, self._mesh.shape))
-        log.info("root unit: %.1f of %.1f MiB, over %s ranks", rest / 2**20, total / 2**20, ranks)
+        _tell(module, units, self._mesh)
 
     def _refuse_unset(self, module: torch.nn.Module) -> None:
         """Let the first forward make sure that a checkpoint has filled every parameter."""
@@ -209,3 +222,20 @@ class FullySharding:
             handle.remove()
 
         handle = module.register_forward_pre_hook(check, prepend=True)
+
+
+def _whole(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:
+    """List the parameters that are not sharded: those asked for, and those without a dimension to shard."""
+    return [p for name, p in module.named_parameters() if p.dim() == 0 or plain_name(name) in kept]
+
+
+def _tell(module: torch.nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
+    """Log what was sharded together."""
+    total, told = num_bytes(module), 0
+    for number, unit in enumerate(units):
+        # A unit does not hold what units inside it hold.
+        upto = num_bytes(*(part for each in units[: number + 1] for part in each.modules))
+        log.info("unit %s: %.1f MiB", ", ".join(unit.names), (upto - told) / 2**20)
+        told = upto
+    ranks = " x ".join(map(str, mesh.shape))
+    log.info("root unit: %.1f of %.1f MiB, over %s ranks", (total - told) / 2**20, total / 2**20, ranks)

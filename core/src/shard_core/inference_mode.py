@@ -8,6 +8,16 @@ from typing import Any
 import torch
 
 
+def without_inference_mode() -> contextlib.ExitStack:
+    """Leave inference mode, if torch is in it, for a mode without gradients; closing the result goes back."""
+    contexts = contextlib.ExitStack()
+    if torch.is_inference_mode_enabled():
+        # Leaving inference mode turns gradients on.
+        contexts.enter_context(torch.inference_mode(mode=False))
+        contexts.enter_context(torch.no_grad())
+    return contexts
+
+
 class NoInferenceMode:
     """Runs a module's forward without gradients, but not in inference mode, where the caller is in it.
 
@@ -27,12 +37,7 @@ class NoInferenceMode:
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         del module, args
-        contexts = contextlib.ExitStack()
-        if torch.is_inference_mode_enabled():
-            # Leaving inference mode turns gradients on.
-            contexts.enter_context(torch.inference_mode(mode=False))
-            contexts.enter_context(torch.no_grad())
-        self._entered.append(contexts)
+        self._entered.append(without_inference_mode())
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         del module, args, output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,20 +23,20 @@ def send_values(module: nn.Module) -> None:
                 dist.broadcast(tensor.data, src=0)
 
 
-class AveragedScalars:
-    """Averages the gradients of a module's 0-d parameters, which no engine shards, as backward makes them.
+class AveragedGradients:
+    """Averages the gradients of parameters that are whole on every rank, as backward makes them.
 
     Args:
-        module: A module whose other parameters are sharded.
+        parameters: Those the engine has not sharded.
 
     Attributes:
         deferred: While True, gradients add up on this rank; the next backward averages their sum.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.deferred = False
-        for parameter in module.parameters():
-            if parameter.dim() == 0 and parameter.requires_grad:
+        for parameter in parameters:
+            if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._average)
 
     def _average(self, parameter: torch.Tensor) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import nn
 
 from shard_core.parameters import plain_name
+from shard_core.ties import groups_that_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,16 @@ class Unit:
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     num_bytes: int
+
+    @classmethod
+    def of(cls, blocks: Iterable[tuple[str, nn.Module]]) -> Unit:
+        """Make a unit of named submodules.
+
+        Args:
+            blocks: Names and submodules.
+        """
+        names, modules = zip(*blocks, strict=True)
+        return cls(names, modules, num_bytes(*modules))
 
 
 def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
@@ -53,7 +64,45 @@ def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
     units: list[Unit] = []
     for run in _runs_of_blocks(module):
         units.extend(_grouped(run, unit_bytes))
-    return _without_shared(module, units)
+    return _without_ties(module, units)
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """List a module's repeated blocks: the outermost runs of siblings of one class.
+
+    Args:
+        module: The whole module.
+
+    Example:
+        >>> find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Bilinear(1, 1, 1)))
+        [Linear(in_features=2, out_features=2, bias=True), Linear(in_features=2, out_features=2, bias=True)]
+    """
+    return list(dict.fromkeys(block for run in _runs_of_blocks(module) for _, block in run))
+
+
+def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequence[Unit] = ()) -> list[Unit]:
+    """Make a unit of each of some submodules, besides and inside other units.
+
+    Args:
+        module: The whole module.
+        chosen: Submodules that are to be units of their own; those without parameters, and the module itself,
+            need none.
+        units: The others.
+
+    Returns:
+        All units, inner ones before those around them, none that parts a shared parameter.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> [unit.names for unit in with_chosen(model, [model[1], model[1][0], model[1][1]])]
+        [('1.0',), ('1',)]
+    """
+    order = {part: position for position, part in enumerate(_inner_first(module))}
+    names = {part: plain_name(name) for name, part in module.named_modules()}
+    own = [Unit.of([(names[part], part)]) for part in chosen if part is not module and num_bytes(part)]
+    rest = [[pair for pair in zip(unit.names, unit.modules, strict=True) if pair[1] not in chosen] for unit in units]
+    found = [*own, *(Unit.of(blocks) for blocks in rest if blocks)]
+    return _without_ties(module, sorted(found, key=lambda unit: max(order[part] for part in unit.modules)))
 
 
 def num_bytes(*modules: nn.Module) -> int:
@@ -67,6 +116,20 @@ def num_bytes(*modules: nn.Module) -> int:
     """
     parameters = {id(p): p for module in modules for p in module.parameters()}
     return sum(p.numel() * p.element_size() for p in parameters.values())
+
+
+def _inner_first(module: nn.Module) -> list[nn.Module]:
+    """List a module and what is in it, each after what is in it, in the order of registration."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(part: nn.Module) -> None:
+        for child in part.children():
+            if child not in found:
+                visit(child)
+        found[part] = None
+
+    visit(module)
+    return list(found)
 
 
 def _runs_of_blocks(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str, nn.Module]]]:
@@ -92,22 +155,10 @@ def _grouped(run: Sequence[tuple[str, nn.Module]], unit_bytes: int) -> list[Unit
     if len(groups) > 1 and num_bytes(*(child for _, child in groups[-1])) < unit_bytes // 2:
         tail = groups.pop()
         groups[-1].extend(tail)
-    return [
-        Unit(
-            tuple(name for name, _ in group),
-            tuple(child for _, child in group),
-            num_bytes(*(child for _, child in group)),
-        )
-        for group in groups
-    ]
+    return [Unit.of(group) for group in groups]
 
 
-def _without_shared(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """Leave to the root every unit that shares a parameter with another unit or with the rest."""
-    owners: dict[int, set[int]] = {}
-    inside = {id(part): number for number, unit in enumerate(units) for m in unit.modules for part in m.modules()}
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(inside.get(id(part), -1))
-    shared = {number for numbers in owners.values() if len(numbers) > 1 for number in numbers}
-    return [unit for number, unit in enumerate(units) if number not in shared]
+def _without_ties(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Leave out the units that would part a shared parameter: sharded in two places it would become two, silently."""
+    dissolved = groups_that_part(module, [unit.modules for unit in units])
+    return [unit for number, unit in enumerate(units) if number not in dissolved]

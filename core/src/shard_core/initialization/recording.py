@@ -79,6 +79,10 @@ class Recording:
         position = self._tape.stream(torch.default_generator).find()
         return position is not None and position.state is None
 
+    def is_blank(self, tensor: torch.Tensor) -> bool:
+        """Tell whether nothing was ever written into one of its tensors."""
+        return self._tape.value(tensor, "setup").producer is None
+
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
         """Record what is built inside."""
@@ -145,6 +149,21 @@ def is_recorded(tensor: object) -> bool:
         (True, False)
     """
     return intercepted(tensor)
+
+
+def is_blank(tensor: torch.Tensor) -> bool:
+    """Tell whether something is a tensor without values into which nothing was ever written.
+
+    Example:
+        >>> with record():
+        ...     weight = torch.empty(2)
+        ...     before = is_blank(weight)
+        ...     weight.fill_(1.0).shape
+        torch.Size([2])
+        >>> before, is_blank(weight)
+        (True, False)
+    """
+    return intercepted(tensor) and tensor.numel() > 0 and recording_of(tensor).is_blank(tensor)
 
 
 def recording_of(tensor: torch.Tensor) -> Recording:

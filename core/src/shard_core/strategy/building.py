@@ -46,8 +46,12 @@ class Building(Starting):
             yield
 
     def module_sharded_context(self) -> contextlib.AbstractContextManager[None]:
-        """Give the context in which users wrap submodules by hand; setup wraps what they leave."""
-        return contextlib.nullcontext()
+        """Give the context in which users wrap submodules by hand; setup wraps what they leave.
+
+        Where the engine wraps nothing, what is wrapped inside stays as it is.
+        """
+        self.setup_environment()
+        return self.engine_sharded_context()
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]

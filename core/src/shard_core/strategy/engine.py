@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
@@ -110,6 +110,10 @@ class Engine(abc.ABC):
         Args:
             empty_init: Whether values may be left unset because a checkpoint will fill them.
         """
+
+    def engine_sharded_context(self) -> contextlib.AbstractContextManager[None]:
+        """Give the context in which users wrap submodules by hand; an engine that wraps none leaves this out."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def engine_setup(

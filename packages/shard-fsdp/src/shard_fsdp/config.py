@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from shard_core.errors import InvalidOption, nearest
 from shard_core.options import option
 from shard_fsdp.layout_config import LayoutOptions
+from shard_fsdp.preparation_config import PreparationOptions
 from shard_fsdp.vocabulary_config import ALWAYS
 
 if TYPE_CHECKING:
@@ -18,16 +19,13 @@ _FORMS = ("sharded", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FSDPConfig(LayoutOptions):
+class FSDPConfig(PreparationOptions, LayoutOptions):
     """Options of ``fsdp``, ``fsdp_cpu_offload`` and ``hsdp``.
 
     Raises:
         InvalidOption: If a value has the wrong type, makes no sense or contradicts another.
     """
 
-    unit_bytes: int = option(
-        64 * 2**20, "neighbouring blocks share one message until it carries this many bytes of parameters"
-    )
     cpu_offload: bool | CPUOffload | OffloadPolicy | None = option(
         None, "keep shards, gradients and optimizer state in host memory, and step them there"
     )
@@ -47,9 +45,8 @@ class FSDPConfig(LayoutOptions):
 
     def __post_init__(self) -> None:
         """Check types and values."""
-        super().__post_init__()
-        if isinstance(self.unit_bytes, bool) or not isinstance(self.unit_bytes, int) or self.unit_bytes < 1:
-            raise InvalidOption(f"unit_bytes is {self.unit_bytes!r}; give a whole number of bytes from 1 up.")
+        LayoutOptions.__post_init__(self)
+        PreparationOptions.__post_init__(self)
         # Who gives an object of torch's has imported it.
         if self.cpu_offload is not None and not isinstance(self.cpu_offload, bool):
             from shard_fsdp.offload import check_offload

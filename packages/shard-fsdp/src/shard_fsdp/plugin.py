@@ -11,7 +11,7 @@ from shard_fsdp.config import FSDPConfig
 from shard_fsdp.vocabulary_config import REFUSED
 
 # Optimizers that look at whole matrices meet shards: torch's Adafactor and LBFGS fail on them.
-_CAPABILITIES = frozenset(Capability) - {Capability.ANY_OPTIMIZER, Capability.ENTRY_METHODS}
+_CAPABILITIES = frozenset(Capability) - {Capability.ANY_OPTIMIZER}
 
 
 def _info(name: str, summary: str, **presets: Any) -> StrategyInfo:

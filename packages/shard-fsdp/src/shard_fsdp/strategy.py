@@ -12,10 +12,16 @@ from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption
 from shard_core.fully_sharding import FullySharding
 from shard_core.strategy.torch_engine import TorchEngine
+from shard_core.units import Unit, find_blocks, find_units, with_chosen
 from shard_fsdp.config import FSDPConfig
+from shard_fsdp.ignored import ignored_parameters
 from shard_fsdp.offload import offload_policy
 from shard_fsdp.plugin import FSDP
+from shard_fsdp.policy import chosen_by
 from shard_fsdp.precision import precision_of, wire_policy
+from shard_fsdp.prefetch import set_prefetching
+from shard_fsdp.recomputation import recompute
+from shard_fsdp.wrapping import ManualUnits
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +48,7 @@ class FSDPStrategy(TorchEngine, Strategy):
     config_type = FSDPConfig
     config: FSDPConfig
     _sharding: FullySharding
+    _by_hand: ManualUnits
 
     def engine_precision(self, precision: Precision) -> Precision:
         """Let ``mixed_precision`` replace an argument ``precision`` that says nothing else."""
@@ -63,23 +70,40 @@ class FSDPStrategy(TorchEngine, Strategy):
         self._sharding = FullySharding(
             mesh,
             self.collectives,
-            unit_bytes=config.unit_bytes,
+            units=self._units,
             reshard_after_forward=config.reshards,
             mixed_precision=wire_policy(config.mixed_precision, self.precision.policy),
             offload=offload_policy(config.cpu_offload, self.root_device),
             deferred=None if config.defer_sync == "auto" else config.defer_sync,
         )
+        self._by_hand = ManualUnits()
         return mesh
 
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
         """Note what constructors do instead of doing it; setup replays it shard by shard."""
         return self._sharding.recording(empty_init)
 
+    def engine_sharded_context(self) -> contextlib.AbstractContextManager[None]:
+        """Mark what users wrap; setup makes units of it."""
+        return self._by_hand.enabled()
+
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Shard the module unit by unit, then fill its shards with their values."""
-        self._sharding.shard(module, optimizers, names, policy=self.precision.policy, device=self.root_device)
+        self._prepare(module)
+        whole = ignored_parameters(module, self.config.ignored_modules, self.config.ignored_states)
+        units = self._sharding.shard(
+            module,
+            optimizers,
+            names,
+            policy=self.precision.policy,
+            device=self.root_device,
+            whole=whole,
+            param_init_fn=self.config.param_init_fn,
+        )
+        early = self.config.backward_prefetch == "backward_pre"
+        set_prefetching(module, units, backward=early, forward=self.config.forward_prefetch)
         return module
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -103,3 +127,23 @@ class FSDPStrategy(TorchEngine, Strategy):
         return TensorState(
             modules, optimizers, rank=self.global_rank, world_size=self.world_size, mesh=self.device_mesh
         )
+
+    def _prepare(self, module: torch.nn.Module) -> None:
+        """Change how layers run, which torch asks for before they are sharded."""
+        if self.config.activation_checkpointing is not None:
+            recompute(module, self.config.activation_checkpointing)
+        if self.config.compile is not False:
+            arguments = {} if self.config.compile is True else self.config.compile
+            for block in self._chosen(module) or find_blocks(module) or [module]:
+                block.compile(**arguments)
+
+    def _units(self, module: torch.nn.Module) -> list[Unit]:
+        """Form units of what is chosen and, without a policy, of what is left by bytes."""
+        rest = [] if self.config.auto_wrap_policy is not None else find_units(module, self.config.unit_bytes)
+        return with_chosen(module, self._chosen(module), rest)
+
+    def _chosen(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+        """List what users have wrapped or their policy chooses."""
+        policy = self.config.auto_wrap_policy
+        by_policy = [] if policy is None else chosen_by(policy, module)
+        return list(dict.fromkeys([*self._by_hand.of(module), *by_policy]))

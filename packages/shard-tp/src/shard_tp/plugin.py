@@ -13,7 +13,6 @@ _LACKING = {
     Capability.ANY_OPTIMIZER,
     Capability.COMPILE,
     Capability.CPU_OFFLOAD,
-    Capability.ENTRY_METHODS,
     Capability.META_INIT,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from shard_core.fully_sharding import FullySharding
 from shard_core.gradients import local_gradients
 from shard_core.mesh import DATA_AXIS, MeshShape
 from shard_core.strategy.torch_engine import TorchEngine
+from shard_core.units import find_units
 from shard_tp.alike import Alike
 from shard_tp.config import TPConfig
 from shard_tp.plan import apply_plan, check_styles, own_plan, split_by
@@ -80,7 +82,7 @@ class TPStrategy(TorchEngine, Strategy):
         self._sharding = FullySharding(
             mesh[DATA_AXIS],
             self.collectives,
-            unit_bytes=self.config.unit_bytes,
+            units=functools.partial(find_units, unit_bytes=self.config.unit_bytes),
             reshard_after_forward=self.config.reshard_after_forward,
         )
         self._alike = Alike(mesh[TENSOR_AXIS], self.collectives, self.root_device)

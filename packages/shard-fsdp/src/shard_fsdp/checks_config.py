@@ -1,0 +1,95 @@
+"""What the values of options may be, told without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from shard_core.errors import InvalidOption, nearest
+
+_PREFETCHES = ("backward_pre", "backward_post", "none")
+
+
+def policy(name: str, value: Any) -> None:
+    """Check what chooses units: classes, a function, or one of torch's policies.
+
+    Args:
+        name: The option.
+        value: What the user gave.
+
+    Raises:
+        InvalidOption: If it is none of these.
+    """
+    # Torch's CustomPolicy cannot be called; asking for its class would import torch.
+    is_policy = not isinstance(value, type) and (callable(value) or type(value).__name__ == "CustomPolicy")
+    if value is not None and not is_policy and not _are_classes(name, value):
+        raise InvalidOption(
+            f"{name} is {value!r:.60}; give a set of classes, a policy of torch.distributed.fsdp.wrap, or a function "
+            "of module, recurse and nonwrapped_numel."
+        )
+
+
+def layers(name: str, value: Any) -> None:
+    """Check what chooses layers: a class, classes, or a function of a module.
+
+    Args:
+        name: The option.
+        value: What the user gave.
+
+    Raises:
+        InvalidOption: If it is none of these.
+    """
+    if value is not None and not callable(value) and not _are_classes(name, value):
+        raise InvalidOption(
+            f"{name} is {value!r:.60}; give a class of modules, a list of classes, or a function of a module."
+        )
+
+
+def collection(name: str, value: Any) -> None:
+    """Check what lists parts of a model.
+
+    Args:
+        name: The option.
+        value: What the user gave.
+
+    Raises:
+        InvalidOption: If it is no collection.
+    """
+    if not isinstance(value, Collection) or isinstance(value, str | Mapping):
+        raise InvalidOption(f"{name} is {value!r:.60}; give a list, such as ['blocks.*.norm'].")
+
+
+def backward_prefetch(value: Any) -> str | None:
+    """Bring the order of gathering in backward to one spelling.
+
+    Args:
+        value: What the user gave: torch's enum, its names in any case, or None.
+
+    Returns:
+        ``"backward_pre"``, ``"backward_post"`` or None.
+
+    Raises:
+        InvalidOption: If there is no such order.
+
+    Example:
+        >>> backward_prefetch("BACKWARD_PRE")
+        'backward_pre'
+    """
+    name = value if isinstance(value, str) else getattr(value, "name", "none" if value is None else "")
+    if str(name).lower() not in _PREFETCHES:
+        raise InvalidOption(
+            f"backward_prefetch is {value!r}{nearest(str(name), _PREFETCHES) or ';'} give 'backward_pre', "
+            "'backward_post', None or torch's BackwardPrefetch."
+        )
+    return None if name.lower() == "none" else name.lower()
+
+
+def _are_classes(name: str, value: Any) -> bool:
+    if not isinstance(value, Collection) or isinstance(value, str) or not value:
+        return False
+    for kind in value:
+        if not isinstance(kind, type):
+            raise InvalidOption(
+                f"{name} names {kind!r:.60}; name classes of modules, such as nn.TransformerEncoderLayer."
+            )
+    return True

@@ -1,0 +1,83 @@
+"""Which submodules become units because a wrapping policy says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from shard_core.errors import InvalidOption
+from shard_fsdp._versions import custom_policy_targets
+from shard_fsdp.choice import has_forward, of_classes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def chosen_by(policy: Any, module: nn.Module) -> list[nn.Module]:
+    """Ask a policy which submodules are to be units.
+
+    Args:
+        policy: Classes, or a policy of ``torch.distributed.fsdp.wrap``, or a function of its signature.
+        module: The whole module.
+
+    Returns:
+        The submodules, without containers that never run.
+
+    Raises:
+        InvalidOption: If a class matches no submodule, or the policy wants units that differ in what no unit can
+            have of its own.
+
+    Example:
+        >>> import functools
+        >>> from torch import nn
+        >>> from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(9, 9))
+        >>> chosen_by(functools.partial(size_based_auto_wrap_policy, min_num_params=50), model)
+        [Linear(in_features=9, out_features=9, bias=True)]
+        >>> chosen_by({nn.Bilinear}, model)
+        Traceback (most recent call last):
+        ...
+        shard_core.errors.InvalidOption: auto_wrap_policy names Bilinear, of which the model has none; did you mean \
+'Linear'?
+    """
+    if isinstance(policy, Iterable):
+        return of_classes("auto_wrap_policy", policy, module)
+    if isinstance(policy, CustomPolicy):
+        targets = _by_custom(policy, module)
+    else:
+        targets = [part for part in _by_function(policy, module)[0] if part is not module]
+    return [part for part in targets if has_forward(type(part))]
+
+
+def _by_custom(policy: CustomPolicy, module: nn.Module) -> list[nn.Module]:
+    targets = custom_policy_targets(policy, module)
+    for part, overrides in targets.items():
+        if overrides:
+            raise InvalidOption(
+                f"auto_wrap_policy gives {type(part).__name__} {', '.join(map(repr, sorted(overrides)))} of its own; "
+                "options hold for all units alike, so let it return True or False."
+            )
+    return [part for part in targets if part is not module]
+
+
+def _by_function(
+    policy: Callable[..., bool], module: nn.Module, seen: set[nn.Module] | None = None
+) -> tuple[list[nn.Module], int]:
+    """Walk down where the function says so; give the chosen modules and how many elements they hold."""
+    seen = set() if seen is None else seen
+    seen.add(module)
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return [], 0
+    found: list[nn.Module] = []
+    wrapped = 0
+    for child in module.children():
+        if child not in seen:
+            inside, held = _by_function(policy, child, seen)
+            found += inside
+            wrapped += held
+    if policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+        return [*found, module], numel
+    return found, wrapped

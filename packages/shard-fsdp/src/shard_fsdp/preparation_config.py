@@ -1,0 +1,75 @@
+"""The options that say what is sharded together, and how modules are prepared for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shard_core.errors import InvalidOption
+from shard_core.options import option
+from shard_fsdp import checks_config as checks
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.fsdp import BackwardPrefetch
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparationOptions:
+    """What options hold of units and layers.
+
+    Raises:
+        InvalidOption: If a value has the wrong type or makes no sense.
+    """
+
+    unit_bytes: int = option(
+        64 * 2**20, "neighbouring blocks share one message until it carries this many bytes of parameters"
+    )
+    auto_wrap_policy: Collection[type[nn.Module]] | Callable[..., bool] | CustomPolicy | None = option(
+        None, "which submodules are units, instead of unit_bytes: their classes, or a policy of torch's signature"
+    )
+    activation_checkpointing: type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool] | None = (
+        option(None, "submodules that compute their activations again in backward: their class, classes, or a function")
+    )
+    compile: bool | Mapping[str, Any] = option(
+        False, "compile each block (each unit one has chosen) with torch.compile; or arguments for it"
+    )
+    ignored_modules: Collection[nn.Module | type[nn.Module] | str] = option(
+        (), "submodules whose parameters stay whole on every rank: names (* for one part), classes, or themselves"
+    )
+    ignored_states: Collection[nn.Parameter | nn.Module | str] = option(
+        (), "parameters that stay whole on every rank: names (* for one part), or themselves"
+    )
+    backward_prefetch: str | BackwardPrefetch | None = option(
+        "backward_pre",
+        "gather the next unit before gradients are computed (backward_pre) or after (backward_post, None)",
+    )
+    forward_prefetch: bool = option(False, "let each unit gather the next one in the order of registration")
+    param_init_fn: Callable[[nn.Module], object] | None = option(
+        None, "initialises what a submodule has on the meta device, where it was not built in module_init_context()"
+    )
+    sync_module_states: bool = option(True, "start every rank from rank 0's values; there is no other way")
+
+    def __post_init__(self) -> None:
+        """Check types and values, and bring ``backward_prefetch`` to one spelling."""
+        checks.policy("auto_wrap_policy", self.auto_wrap_policy)
+        checks.layers("activation_checkpointing", self.activation_checkpointing)
+        if not isinstance(self.compile, bool | Mapping):
+            raise InvalidOption(
+                f"compile is {self.compile!r:.60}; give True, False, or arguments of torch.compile such as "
+                "{'mode': 'max-autotune'}."
+            )
+        for name in ("ignored_modules", "ignored_states"):
+            checks.collection(name, getattr(self, name))
+        object.__setattr__(self, "backward_prefetch", checks.backward_prefetch(self.backward_prefetch))
+        if not isinstance(self.forward_prefetch, bool):
+            raise InvalidOption(f"forward_prefetch is {self.forward_prefetch!r}; give True or False.")
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            raise InvalidOption(f"param_init_fn is {self.param_init_fn!r:.60}; give a function of a module.")
+        if self.sync_module_states is not True:
+            raise InvalidOption(
+                f"sync_module_states is {self.sync_module_states!r}; a model cut from different values is nobody's, so "
+                "all ranks start from rank 0's: leave it out."
+            )

@@ -1,0 +1,112 @@
+"""Compiling block by block: one graph serves all blocks of a class, and training stays what it is."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import get_strategy
+from shard_core.errors import InvalidOption
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.mix(self.norm(x)))
+
+
+class Inlet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = Inlet()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Graphs:
+    """A backend of torch.compile that runs what it is given and counts it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        del inputs
+        self.count += 1
+        return graph.forward
+
+
+def train(options: dict[str, Any], compiled: bool) -> tuple[list[float], int, set[str]]:
+    torch.compiler.reset()
+    graphs = Graphs()
+    if compiled:
+        options = {**options, "compile": {"backend": graphs, "fullgraph": True}}
+    with get_strategy("fsdp", **options) as strategy:
+        strategy.seed_everything(0)
+        with strategy.module_init_context():
+            model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(2, 6))
+            strategy.backward(loss, model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, graphs.count, {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [
+        ({}, 1),
+        ({"unit_bytes": 1}, 1),
+        ({"auto_wrap_policy": {Inlet, Block}}, 2),
+        ({"unit_bytes": 1, "activation_checkpointing": Block}, 1),
+    ],
+)
+def test_there_is_one_graph_for_each_class_of_blocks(worlds: Any, options: dict[str, Any], graphs: int) -> None:
+    plain = worlds(2).run(train, options, False, timeout=120.0)
+    for (losses, count, names), (truth, _, own) in zip(
+        worlds(2).run(train, options, True, timeout=120.0), plain, strict=True
+    ):
+        assert losses == truth
+        assert count == graphs
+        assert names == own
+
+
+def whole() -> int:
+    torch.compiler.reset()
+    graphs = Graphs()
+    with get_strategy("fsdp", compile={"backend": graphs}) as strategy:
+        model = strategy.setup_module(Block())
+        model(torch.ones(2, 6))
+        return graphs.count
+
+
+def test_a_model_without_blocks_is_compiled_whole(worlds: Any) -> None:
+    assert worlds(2).run(whole, timeout=120.0) == [1, 1]
+
+
+@pytest.mark.parametrize("value", ["inductor", 1, None])
+def test_what_compile_cannot_be_gets_a_sentence(value: Any) -> None:
+    with pytest.raises(InvalidOption, match=r"compile is .*; give True, False, or arguments of torch.compile"):
+        get_strategy("fsdp", compile=value)
