@@ -19,7 +19,7 @@ def test_a_decay_is_between_0_and_1(decay: Any) -> None:
 
 def test_an_engine_with_a_form_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with get_strategy("single") as strategy:
-        monkeypatch.setattr(strategy, "keeps_torch_tensors", False)
+        monkeypatch.setattr(strategy, "engine_keeps_torch_tensors", False)
         with pytest.raises(MissingCapability, match="strategy 'single' keeps parameters in a form of its own"):
             ExponentialMovingAverage(strategy, strategy.setup_module(nn.Linear(1, 1)))
 

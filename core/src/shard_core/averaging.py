@@ -55,7 +55,7 @@ class ExponentialMovingAverage:
     def __init__(self, strategy: Strategy, module: nn.Module, decay: float = 0.999) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise InvalidOption(f"decay is {decay!r}; give a number from 0 to 1, such as 0.999.")
-        if not strategy.keeps_torch_tensors:
+        if not strategy.engine_keeps_torch_tensors:
             raise MissingCapability(
                 f"strategy {strategy.info.name!r} keeps parameters in a form of its own, of which no average can be "
                 "taken shard by shard; take one that keeps torch's tensors, such as 'ddp'."

@@ -54,7 +54,7 @@ class Engine(abc.ABC):
 
     #: Whether parameters are torch's tensors or DTensors under the user's names, so that copies of them are kept
     #: and saved as they are.
-    keeps_torch_tensors: ClassVar[bool] = False
+    engine_keeps_torch_tensors: ClassVar[bool] = False
 
     def engine_precision(self, precision: Precision) -> Precision:
         """Choose the part that says which dtype where; by default the one made from the argument ``precision``.

@@ -22,7 +22,7 @@ class TorchEngine(Engine):
     What is left to a strategy is how parameters are laid out and how gradients are averaged.
     """
 
-    keeps_torch_tensors = True
+    engine_keeps_torch_tensors = True
 
     def engine_add_optimizer(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames

@@ -44,7 +44,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     default_info = SPMD
     config_type = XLASPMDConfig
     config: XLASPMDConfig
-    keeps_torch_tensors = False  # a copy of a tensor would be on one device
+    engine_keeps_torch_tensors = False  # a copy of a tensor would be on one device
     _layouts: weakref.WeakKeyDictionary[torch.nn.Module, Layout]
     _watch: RecompilationWatch
     _devices: Any
