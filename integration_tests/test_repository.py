@@ -31,8 +31,11 @@ ROOMS = {
 }
 #: What only one engine has, and so no room of the house is for.
 OWN_ROOMS = {
-    "shard_fsdp": {"layout_config", "offload", "vocabulary_config"},
-    "shard_tp": {"alike", "plan"},
+    "shard_fsdp": {
+        *("checks_config", "layout_config", "preparation_config", "vocabulary_config"),
+        *("choice", "ignored", "offload", "policy", "prefetch", "recomputation", "wrapping"),
+    },
+    "shard_tp": {"alike", "dropout", "plan"},
     "shard_deepspeed": {"later_config", "partitions", "settings", "zero"},
 }
 TORCHLESS = (

@@ -54,6 +54,8 @@ class PreparationOptions:
 
     def __post_init__(self) -> None:
         """Check types and values, and bring ``backward_prefetch`` to one spelling."""
+        if isinstance(self.unit_bytes, bool) or not isinstance(self.unit_bytes, int) or self.unit_bytes < 1:
+            raise InvalidOption(f"unit_bytes is {self.unit_bytes!r}; give a whole number of bytes from 1 up.")
         checks.policy("auto_wrap_policy", self.auto_wrap_policy)
         checks.layers("activation_checkpointing", self.activation_checkpointing)
         if not isinstance(self.compile, bool | Mapping):
