@@ -13,6 +13,7 @@ import numpy.typing as npt
 from shard_core.checkpoint.agreement import together
 from shard_core.checkpoint.index import starts
 from shard_core.checkpoint.storage.mapping import FileRange
+from shard_core.checkpoint.storage.portions import portions
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.mapping import FileMaps
@@ -28,6 +29,10 @@ class _Shared:
 
     reader: int
     range: FileRange
+
+    def __len__(self) -> int:
+        """How many bytes it has."""
+        return self.range.stop - self.range.start
 
 
 def hand_on(maps: FileMaps, wanted: Sequence[FileRange], coordinator: Coordinator, doing: str) -> None:
@@ -47,7 +52,7 @@ def hand_on(maps: FileMaps, wanted: Sequence[FileRange], coordinator: Coordinato
     """
     mine = set(wanted)
     table = np.array(sorted(mine), dtype=np.int64).reshape(-1, len(FileRange._fields))
-    for group in _groups(_shared(coordinator.gather_objects(table))):
+    for group in portions(_shared(coordinator.gather_objects(table)), len, _BYTES_AT_ONCE):
         own = [each.range for each in group if each.reader == coordinator.rank]
         together(coordinator, doing, functools.partial(maps.bring, own))
         brought: dict[FileRange, bytes] = {}
@@ -68,18 +73,3 @@ def _shared(tables: Sequence[npt.NDArray[np.int64]]) -> Iterator[_Shared]:
     for turn, place in enumerate(np.flatnonzero((counts > 1) & (2 * counts >= len(tables))).tolist()):
         reader = wanting[first[place] + turn % counts[place]]
         yield _Shared(reader=int(reader), range=FileRange(*ranges[place].tolist()))
-
-
-def _groups(shared: Iterator[_Shared]) -> Iterator[list[_Shared]]:
-    """Part what is handed on into lists that memory has room for."""
-    group: list[_Shared] = []
-    room = _BYTES_AT_ONCE
-    for each in shared:
-        length = each.range.stop - each.range.start
-        if group and length > room:
-            yield group
-            group, room = [], _BYTES_AT_ONCE
-        group.append(each)
-        room -= length
-    if group:
-        yield group

@@ -88,20 +88,25 @@ class ShardedCheckpointIO(CheckpointIO):
         """Fill a state in place; see ``CheckpointIO.load``."""
         doing = f"loading {os.fspath(path)!r}"
 
-        def look() -> tuple[str, bytes]:
+        manifest = b""
+
+        def look() -> str:
+            nonlocal manifest
             # Rank 0 alone looks: on shared file systems ranks may see different things.
             folder = open_folder(path, storage_options)
-            return os.fspath(path), read_manifest(folder) if coordinator.rank == 0 else b""
+            if coordinator.rank == 0:
+                manifest = read_manifest(folder)
+            return os.fspath(path)
 
-        answers = together(coordinator, doing, look)
-        check_same_path([given for given, _ in answers])
+        check_same_path(together(coordinator, doing, look))
+        manifest = coordinator.broadcast_object(manifest)
         folder = open_folder(path, storage_options)
         restoration = Restoration(folder, state, strict=strict, values=values)
         # What is on a disk comes sooner from there than from another rank: mostly out of the host's own memory.
         handing_on = folder.far and coordinator.world_size > 1
 
         def prepare() -> None:
-            restoration.prepare(answers[0][1])
+            restoration.prepare(manifest)
             if not handing_on:
                 restoration.verify()
 

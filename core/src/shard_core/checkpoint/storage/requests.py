@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shard_core.checkpoint.storage.portions import portions
 from shard_core.errors import CheckpointCorrupted, StorageError
 
 if TYPE_CHECKING:
@@ -67,10 +68,10 @@ def ranges(filesystem: AbstractFileSystem, url: str, wanted: Iterable[ObjectRang
         CheckpointCorrupted: If an object is not there, or ends before the range does.
         StorageError: If the store refuses.
     """
-    for group in _groups(wanted):
+    for group in portions(wanted, _length, _BYTES_AT_ONCE):
         keys, starts, stops = (list(column) for column in zip(*group, strict=True))
         for each, data in zip(group, _answers(filesystem, url, keys, starts, stops), strict=True):
-            if len(data) != each.stop - each.start:
+            if len(data) != _length(each):
                 raise CheckpointCorrupted(f"{each.key!r} ends at byte {each.start + len(data)}; it was cut short.")
             yield data
 
@@ -86,19 +87,8 @@ def _answers(filesystem: AbstractFileSystem, url: str, keys: list[str], starts: 
     return answers
 
 
-def _groups(wanted: Iterable[ObjectRange]) -> Iterator[list[ObjectRange]]:
-    """Part ranges into lists that memory has room for."""
-    group: list[ObjectRange] = []
-    room = _BYTES_AT_ONCE
-    for each in wanted:
-        length = each.stop - each.start
-        if group and length > room:
-            yield group
-            group, room = [], _BYTES_AT_ONCE
-        group.append(each)
-        room -= length
-    if group:
-        yield group
+def _length(wanted: ObjectRange) -> int:
+    return wanted.stop - wanted.start
 
 
 def _told(error: BaseException) -> str:
