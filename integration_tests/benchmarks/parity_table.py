@@ -58,6 +58,8 @@ class Place:
 #: Strategies that are not simply judged on two ranks, told nothing. Small models are cut as large ones would be.
 PLACES: Mapping[str, Sequence[Place]] = {
     "fsdp": [Place(options={"unit_bytes": 1})],
+    "fsdp_cpu_offload": [Place(options={"unit_bytes": 1})],
+    "hsdp": [Place(ranks=4, shape="2x2", options={"unit_bytes": 1, "device_mesh": ("auto", 2)})],
     "tp": [
         Place(shape="1x2", options={"tensor_parallel_size": 2, "unit_bytes": 1}),
         Place(ranks=4, shape="2x2", options={"tensor_parallel_size": 2, "unit_bytes": 1}),

@@ -17,8 +17,7 @@ class Surroundings:
     """What a process starts with.
 
     Attributes:
-        environment: All its environment variables. Those that a library reads while it is imported come
-            too late for torch.
+        environment: All its environment variables.
         path: Its ``sys.path``.
         folder: Its working directory.
         output: The file it prints to.
@@ -31,14 +30,18 @@ class Surroundings:
 
 
 class ForkServer:
-    """A process that forks at a word, and ends with this one."""
+    """A process that forks at a word, and ends with this one.
 
-    def __init__(self) -> None:
+    Args:
+        environment: Variables it is started with, beside this process's: some are read before a program begins.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair()
         self._messages = Connection(os.dup(self._socket.fileno()))
         self._process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, str(theirs.fileno()), *sys.path],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # a process that has threads must not fork
+            env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},  # a process that has threads must not fork
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # an interrupt in the terminal is the parent's to handle
@@ -76,21 +79,23 @@ class ForkServer:
         return code
 
 
-_SERVERS: dict[int, ForkServer] = {}
+_SERVERS: dict[tuple[int, frozenset[tuple[str, str]]], ForkServer] = {}
 
 
-def fork_server(rank: int) -> ForkServer:
-    """Give the server from which a rank of every world comes.
+def fork_server(rank: int, environment: Mapping[str, str]) -> ForkServer:
+    """Give the server from which a rank of every world with some environment variables comes.
 
     Each rank has its own, so that ranks differ as processes started on their own do: in the order of a
     set of strings, say.
 
     Args:
         rank: The rank's number.
+        environment: Variables it is started with, beside this process's.
     """
-    if rank not in _SERVERS or not _SERVERS[rank].lives:
-        _SERVERS[rank] = ForkServer()
-    return _SERVERS[rank]
+    key = rank, frozenset(environment.items())
+    if key not in _SERVERS or not _SERVERS[key].lives:
+        _SERVERS[key] = ForkServer(environment)
+    return _SERVERS[key]
 
 
 def serve(descriptor: int, live: Callable[[int], None]) -> None:

@@ -38,7 +38,7 @@ class RankProcess:
         self._log = Path(self._folder.name) / "output.txt"
         self._seen = 0
         self.connection, theirs = Pipe()
-        self._server = fork_server(rank)
+        self._server = fork_server(rank, environment)
         surroundings = Surroundings(
             environment={**os.environ, **environment, **_environment(rank, size, port)},
             path=tuple(sys.path),
