@@ -40,10 +40,10 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def parameters(sharded: bool) -> list[nn.Parameter]:
+def parameters(sharded: bool, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     """The same parameters, whole or sharded; gradients are filled in by ``fill``."""
     generator = torch.Generator().manual_seed(3)
-    values = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES.values()]
     if not sharded:
         return [nn.Parameter(value) for value in values]
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -53,7 +53,7 @@ def parameters(sharded: bool) -> list[nn.Parameter]:
 def fill(made: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in made[:-1]:
-        gradient = torch.randn(parameter.shape, generator=generator)
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         parameter.grad = (
             distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
             if isinstance(parameter, DTensor)
@@ -149,6 +149,28 @@ class Noting(optim.SGD):
     def step(self, closure: Any = None) -> Any:
         self.noted = [type(parameter).__name__ for parameter in self.param_groups[0]["params"]]
         return super().step(closure)
+
+
+def in_few_bits() -> Any:
+    made = parameters(sharded=True, dtype=torch.bfloat16)
+    optimizer = optim.AdamW(made, lr=0.1)
+    operations = Operations()
+    for step in range(3):
+        fill(made, step)
+        with stepping_shards(optimizer), operations:
+            optimizer.step()
+    return [parameter.full_tensor() for parameter in made], operations.names
+
+
+def test_in_few_bits_it_rounds_as_torchs_loop_does(worlds: Any) -> None:
+    made = parameters(sharded=False, dtype=torch.bfloat16)
+    optimizer = optim.AdamW(made, lr=0.1)
+    for step in range(3):
+        fill(made, step)
+        optimizer.step()
+    for values, operations in worlds(2).run(in_few_bits):
+        assert all(map(torch.equal, values, made))
+        assert "_fused_adamw_" not in operations
 
 
 def own_step() -> Any:

@@ -16,6 +16,8 @@ from shard_core.parameters import local_part
 
 #: Settings of a group that choose how torch computes a step, the fastest first; None leaves the choice open.
 _KERNELS = ("fused", "foreach")
+#: Bytes of an element in which another order of rounding stays within the bounds of parity.
+_WIDE = 4
 
 #: By optimizer: how many groups it had, and its settings while it steps shards; None if it has to step DTensors.
 _decided: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Mapping[str, bool] | None]] = (
@@ -66,7 +68,9 @@ def _settings_on_shards(optimizer: torch.optim.Optimizer) -> Mapping[str, bool] 
     if why_not_elementwise(optimizer, device) is not None:
         return None
     if all(map(_leaves_open, optimizer.param_groups)) and all(each.is_floating_point() for each in parameters):
-        for kernel in _KERNELS:
+        # In few bits a fused kernel rounds less often than torch's loop: results would differ from other strategies'.
+        rounds_alike = all(each.dtype.itemsize >= _WIDE for each in parameters)
+        for kernel in _KERNELS if rounds_alike else _KERNELS[1:]:
             known = all(kernel in group for group in optimizer.param_groups)
             if known and why_not_elementwise(optimizer, device, {kernel: True}) is None:
                 return {kernel: True}
