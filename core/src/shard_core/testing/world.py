@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Self
 
 from shard_core.errors import LaunchError, RankFailed
+from shard_core.testing.fork_server import fork_server
 from shard_core.testing.rank_process import RankProcess
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ class World:
 
         # The store stands in the parent, as torchrun's does: no rank's death takes it away.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.size):
+            fork_server(rank, self._environment)  # begun for all before one is waited for: they import side by side
         self._ranks = [RankProcess(rank, self.size, self._store.port, self._environment) for rank in range(self.size)]
         replies = _collect(self._ranks, _START_SECONDS)
         if any(reply is None or reply.error for reply in replies):
