@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import socket
@@ -53,6 +54,12 @@ class ForkServer:
         """Whether it can still fork."""
         return self._process.poll() is None
 
+    def close(self) -> None:
+        """End it; what it has forked lives on."""
+        self._messages.close()
+        self._socket.close()
+        self._process.wait()
+
     def fork(self, surroundings: Surroundings, descriptor: int) -> int:
         """Start a process that takes requests.
 
@@ -95,6 +102,7 @@ def fork_server(rank: int, environment: Mapping[str, str]) -> ForkServer:
     key = rank, frozenset(environment.items())
     if key not in _SERVERS or not _SERVERS[key].lives:
         _SERVERS[key] = ForkServer(environment)
+        atexit.register(_SERVERS[key].close)
     return _SERVERS[key]
 
 
