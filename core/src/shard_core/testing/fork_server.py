@@ -58,6 +58,7 @@ class ForkServer:
         """End it; what it has forked lives on."""
         self._messages.close()
         self._socket.close()
+        self._process.terminate()  # whatever else this process has forked may hold the socket open
         self._process.wait()
 
     def fork(self, surroundings: Surroundings, descriptor: int) -> int:
