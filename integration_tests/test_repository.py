@@ -31,15 +31,12 @@ ROOMS = {
 }
 #: What only one engine has, and so no room of the house is for.
 OWN_ROOMS = {
-    "shard_fsdp": {
-        *("checks_config", "layout_config", "preparation_config", "vocabulary_config"),
-        *("choice", "ignored", "offload", "policy", "prefetch", "recomputation", "wrapping"),
-    },
+    "shard_fsdp": {"offload", "preparation"},
     "shard_tp": {"alike", "dropout", "plan"},
-    "shard_deepspeed": {"later_config", "partitions", "settings", "zero"},
+    "shard_deepspeed": {"partitions", "settings", "zero"},
 }
 TORCHLESS = (
-    *("__init__", "capability", "coordinator", "errors", "options", "plugins", "strategies.plugin"),
+    *("capability", "coordinator", "errors", "options", "plugins", "strategies.plugin"),
     *("cli.main", "cli.list", "cli.show"),
 )
 NAMELESS = {"utils", "helpers", "common", "base", "misc"}
@@ -70,9 +67,11 @@ def sources() -> list[Path]:
 
 
 def modules_without_torch() -> list[str]:
-    rooms = [package(folder) / f"{room}.py" for folder in BACKENDS for room in ("__init__", "plugin", "config")]
-    of_backends = [f"{room.parent.name}.{room.stem}" for room in rooms if room.exists()]
-    return [name.removesuffix(".__init__") for name in (*(f"shard_core.{name}" for name in TORCHLESS), *of_backends)]
+    # Options are one file or, where there are many, a folder of that name.
+    rooms = [room for folder in BACKENDS for room in package(folder).iterdir() if room.stem in ("plugin", "config")]
+    of_backends = [f"{room.parent.name}.{room.stem}" for room in rooms]
+    packages = ["shard_core", *(package(folder).name for folder in BACKENDS)]
+    return sorted([*packages, *(f"shard_core.{name}" for name in TORCHLESS), *of_backends])
 
 
 @pytest.mark.parametrize("module", modules_without_torch())

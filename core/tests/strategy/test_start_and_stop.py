@@ -1,5 +1,6 @@
 """A strategy starts where it is told, joins what exists, and leaves nothing behind."""
 
+import dataclasses
 from datetime import timedelta
 from typing import Any
 
@@ -97,6 +98,13 @@ def test_an_accelerator_the_strategy_does_not_run_on_is_refused() -> None:
 def test_unknown_options_of_a_class_are_refused(strategy_type: Any) -> None:
     with pytest.raises(InvalidOption, match="has no option 'devises'; did you mean 'devices'"):
         strategy_type(devises=2)
+
+
+def test_a_plain_value_that_makes_a_name_untrue_is_refused() -> None:
+    info = dataclasses.replace(DDPStrategy.default_info, name="ddp_static", presets={"static_graph": True})
+    assert DDPStrategy(info=info, static_graph=True).config.static_graph
+    with pytest.raises(InvalidOption, match="static_graph is False, but strategy 'ddp_static' stands for static_graph"):
+        DDPStrategy(info=info, static_graph=False)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from shard_core import get_strategy
 from shard_core.errors import InvalidOption, SetupError, UnsupportedPrecision
 from shard_core.options import options_of
 from shard_deepspeed.config import DeepSpeedConfig
-from shard_deepspeed.later_config import LaterOptions
+from shard_deepspeed.config.later import LaterOptions
 from shard_deepspeed.settings import check_honoured
 
 _LATER = {option.name: option.default for option in options_of(LaterOptions)}
@@ -46,9 +46,9 @@ def test_what_is_not_honoured_is_refused_and_never_swallowed(name: str) -> None:
 
 
 def test_a_name_stands_for_its_stage() -> None:
-    with pytest.raises(InvalidOption, match="'deepspeed_stage_2' was asked for stage 1; take strategy 'deepspeed'"):
+    with pytest.raises(InvalidOption, match="stage is 1, but strategy 'deepspeed_stage_2' stands for stage=2"):
         get_strategy("deepspeed_stage_2", stage=1)
-    with pytest.raises(InvalidOption, match="asked for stage 0"):
+    with pytest.raises(InvalidOption, match="zero_optimization is False, but"):
         get_strategy("deepspeed_stage_2", zero_optimization=False)
 
 

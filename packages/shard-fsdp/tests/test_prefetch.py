@@ -67,6 +67,8 @@ def time_line(options: dict[str, Any]) -> tuple[list[str], list[str], float]:
 LATE_FORWARD = ["gather 0", "use 0", "gather 1", "use 1", "gather 2", "use 2"]
 EARLY_FORWARD = ["gather 0", "gather 1", "use 0", "gather 2", "use 1", "use 2"]
 EARLY_BACKWARD = ["gather 2", "gather 1", "reduce 2", "gather 0", "reduce 1", "reduce 0"]
+EARLIER_FORWARD = ["gather 0", "gather 1", "gather 2", "use 0", "use 1", "use 2"]
+EARLIER_BACKWARD = ["gather 2", "gather 1", "gather 0", "reduce 2", "reduce 1", "reduce 0"]
 LATE_BACKWARD = ["gather 2", "reduce 2", "gather 1", "reduce 1", "gather 0", "reduce 0"]
 
 
@@ -77,6 +79,8 @@ LATE_BACKWARD = ["gather 2", "reduce 2", "gather 1", "reduce 1", "gather 0", "re
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, LATE_FORWARD, LATE_BACKWARD),
         ({"backward_prefetch": None, "forward_prefetch": True}, EARLY_FORWARD, LATE_BACKWARD),
         ({"backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True}, EARLY_FORWARD, EARLY_BACKWARD),
+        ({"backward_prefetch": 1, "forward_prefetch": 1}, EARLY_FORWARD, EARLY_BACKWARD),
+        ({"backward_prefetch": 2, "forward_prefetch": 2}, EARLIER_FORWARD, EARLIER_BACKWARD),
     ],
 )
 def test_units_are_gathered_when_they_are_asked_for(
@@ -94,8 +98,10 @@ def test_units_are_gathered_when_they_are_asked_for(
     ("options", "message"),
     [
         ({"backward_prefetch": "backward_per"}, "'backward_per'; did you mean 'backward_pre'?"),
-        ({"backward_prefetch": True}, "backward_prefetch is True; give 'backward_pre', 'backward_post', None or"),
-        ({"forward_prefetch": 2}, "forward_prefetch is 2; give True or False"),
+        ({"backward_prefetch": True}, "backward_prefetch is True; give 'backward_pre', 'backward_post', None, torch's"),
+        ({"backward_prefetch": 0}, "backward_prefetch is 0; give 'backward_pre', 'backward_post', None, torch's"),
+        ({"forward_prefetch": -1}, "forward_prefetch is -1; give True, False, or a number of units"),
+        ({"forward_prefetch": "yes"}, "forward_prefetch is 'yes'; give True, False, or a number of units"),
     ],
 )
 def test_other_orders_get_a_sentence(options: dict[str, Any], message: str) -> None:

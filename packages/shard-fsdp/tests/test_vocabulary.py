@@ -4,11 +4,11 @@ import inspect
 from typing import Any
 
 import pytest
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, OffloadPolicy, StateDictType, fully_shard
 
 from shard_core import get_strategy
 from shard_core.errors import InvalidOption
-from shard_fsdp.vocabulary_config import REFUSED
+from shard_fsdp.config.vocabulary import REFUSED
 
 WORDS = {
     *inspect.signature(FullyShardedDataParallel.__init__).parameters,
@@ -38,12 +38,24 @@ def test_what_has_no_counterpart_is_refused_with_its_reason(word: str) -> None:
         ),
         ({"use_orig_params": False}, "use_orig_params is False; .* makes no flat ones: give True, or leave it out"),
         ({"state_dict_type": "sharde"}, "state_dict_type is 'sharde'; did you mean 'sharded'"),
+        ({"state_dict_type": StateDictType.LOCAL_STATE_DICT}, "LOCAL_STATE_DICT.* it can be: sharded, full"),
         ({"cpu_offload": "yes"}, "cpu_offload is 'yes'; give True, False, or torch's CPUOffload"),
     ],
 )
 def test_wrong_values_get_a_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
         get_strategy("fsdp", **options)
+
+
+@pytest.mark.parametrize("value", [None, False, CPUOffload(offload_params=False), OffloadPolicy()])
+def test_a_strategy_does_what_its_name_says(value: Any) -> None:
+    with pytest.raises(InvalidOption, match="but strategy 'fsdp_cpu_offload' stands for cpu_offload=True; leave it"):
+        get_strategy("fsdp_cpu_offload", cpu_offload=value)
+
+
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, "full"])
+def test_torchs_name_for_a_form_is_understood(kind: Any) -> None:
+    assert get_strategy("fsdp", state_dict_type=kind).config.state_dict_type == "full"
 
 
 def test_what_the_engine_always_does_may_be_said() -> None:

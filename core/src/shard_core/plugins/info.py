@@ -27,7 +27,8 @@ class StrategyInfo:
         options: Its own keyword arguments, beyond those every strategy takes.
         max_ranks: How many ranks it runs on at most; None for any number.
         beyond_max_ranks: What whoever asks for more ranks can do, the end of the sentence that refuses them.
-        presets: Option values that this name stands for, e.g. ``{"stage": 2}``.
+        presets: Option values that this name stands for, e.g. ``{"stage": 2}``. Another plain value is refused; an
+            object or a tuple that says more may replace one.
         policies: Tables of its own for some of its precisions, by name, where the engine keeps other dtypes
             than core's table says.
         refused: Keywords that people know from the engine and that it does not take here, each with what to do

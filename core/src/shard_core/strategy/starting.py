@@ -44,6 +44,7 @@ class Starting(Engine):
         check_names(f"strategy {self.info.name!r}", own, known, self.info.refused)
         self.options = RunOptions(**{name: value for name, value in arguments.items() if name in common})
         self.config = self.config_type(**{**self.info.presets, **own})
+        self._check_presets()
         precision = self.options.precision
         self.precision = self.engine_precision(
             build_precision(self.info.policies.get(precision, precision) if isinstance(precision, str) else precision)
@@ -60,6 +61,16 @@ class Starting(Engine):
         self._placement: Placement | None = None
         self._mesh: DeviceMesh | None = None
         self._data = DataRanks(rank=0, size=1)
+
+    def _check_presets(self) -> None:
+        """Refuse a plain value that makes the strategy's name untrue; what says more than a preset may replace it."""
+        for name, preset in self.info.presets.items():
+            value = getattr(self.config, name)
+            if isinstance(value, bool | int | str | None) and value != preset:
+                raise InvalidOption(
+                    f"{name} is {value!r}, but strategy {self.info.name!r} stands for {name}={preset!r}; leave it out, "
+                    "or choose another strategy (`shard list` shows them)."
+                )
 
     def __repr__(self) -> str:
         """Show what was chosen."""

@@ -60,18 +60,21 @@ STRATEGIES = {
             "optimizer state sharded over all ranks, by DeepSpeed's ZeRO stage 1",
             _WHOLE_PARAMETERS | {Capability.DEFER_SYNC},
             stage=1,
+            zero_optimization=True,
         ),
         _info(
             "deepspeed_stage_2",
             "optimizer state and gradients sharded over all ranks, by DeepSpeed's ZeRO stage 2",
             _WHOLE_PARAMETERS,
             stage=2,
+            zero_optimization=True,
         ),
         _info(
             "deepspeed_stage_3",
             "optimizer state, gradients and parameters sharded over all ranks, by DeepSpeed's ZeRO stage 3",
             _PROMISES,
             stage=3,
+            zero_optimization=True,
         ),
     )
 }

@@ -51,16 +51,10 @@ class DeepSpeedStrategy(Strategy):
         """Talk through a process group."""
         if name not in (None, "process_group"):
             raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'process_group'.")
-        self._check_stage()
         self._check_precision()
         return ProcessGroupCollectives(
             self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
         )
-
-    def _check_stage(self) -> None:
-        name, stage = self.info.name, self.config.zero_stage
-        if self.info.presets.get("stage", stage) != stage:
-            raise InvalidOption(f"strategy {name!r} was asked for stage {stage}; take strategy 'deepspeed' for that.")
 
     def _check_precision(self) -> None:
         policy, stage = self.precision.policy, self.config.zero_stage

@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     import torch
 
 
-def check_offload(value: Any) -> None:
-    """Refuse what says nothing about offloading.
+def checked_offload(value: Any) -> bool | CPUOffloadPolicy:
+    """Refuse what says nothing about offloading, and bring the rest to what matters here.
 
     Args:
         value: The option ``cpu_offload``, neither None nor a bool.
+
+    Returns:
+        Whether to offload, or torch's policy for it, which also says whether memory is pinned.
 
     Raises:
         InvalidOption: If it is none of torch's own objects.
@@ -25,9 +28,12 @@ def check_offload(value: Any) -> None:
         raise InvalidOption(
             f"cpu_offload is {value!r}; give True, False, or torch's CPUOffload, OffloadPolicy or CPUOffloadPolicy."
         )
+    if isinstance(value, CPUOffload):
+        return bool(value.offload_params)
+    return value if isinstance(value, CPUOffloadPolicy) else False
 
 
-def offload_policy(value: Any, device: torch.device) -> CPUOffloadPolicy | None:
+def offload_policy(value: object, device: torch.device) -> CPUOffloadPolicy | None:
     """Spell the option as ``fully_shard`` wants it.
 
     Args:
@@ -37,10 +43,7 @@ def offload_policy(value: Any, device: torch.device) -> CPUOffloadPolicy | None:
     Returns:
         The policy; None without offloading.
     """
-    if isinstance(value, CPUOffload):
-        value = value.offload_params
-    if value is True:
-        value = CPUOffloadPolicy()
-    if not isinstance(value, CPUOffloadPolicy):
+    if not value:
         return None
-    return CPUOffloadPolicy(pin_memory=value.pin_memory and device.type != "cpu")
+    pins = value.pin_memory if isinstance(value, CPUOffloadPolicy) else True
+    return CPUOffloadPolicy(pin_memory=pins and device.type != "cpu")

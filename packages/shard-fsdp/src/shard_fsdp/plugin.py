@@ -8,7 +8,7 @@ from shard_core.capability import Capability
 from shard_core.options import options_of
 from shard_core.plugins import StrategyInfo, hookimpl
 from shard_fsdp.config import FSDPConfig
-from shard_fsdp.vocabulary_config import REFUSED
+from shard_fsdp.config.vocabulary import REFUSED
 
 # Optimizers that look at whole matrices meet shards: torch's Adafactor and LBFGS fail on them.
 _CAPABILITIES = frozenset(Capability) - {Capability.ANY_OPTIMIZER}

@@ -14,14 +14,14 @@ from shard_core.fully_sharding import FullySharding
 from shard_core.strategy.torch_engine import TorchEngine
 from shard_core.units import Unit, find_blocks, find_units, with_chosen
 from shard_fsdp.config import FSDPConfig
-from shard_fsdp.ignored import ignored_parameters
 from shard_fsdp.offload import offload_policy
 from shard_fsdp.plugin import FSDP
-from shard_fsdp.policy import chosen_by
 from shard_fsdp.precision import precision_of, wire_policy
-from shard_fsdp.prefetch import set_prefetching
-from shard_fsdp.recomputation import recompute
-from shard_fsdp.wrapping import ManualUnits
+from shard_fsdp.preparation.ignored import ignored_parameters
+from shard_fsdp.preparation.policy import chosen_by
+from shard_fsdp.preparation.prefetch import set_prefetching
+from shard_fsdp.preparation.recomputation import recompute
+from shard_fsdp.preparation.wrapping import ManualUnits
 
 if TYPE_CHECKING:
     import torch
@@ -102,8 +102,8 @@ class FSDPStrategy(TorchEngine, Strategy):
             whole=whole,
             param_init_fn=self.config.param_init_fn,
         )
-        early = self.config.backward_prefetch == "backward_pre"
-        set_prefetching(module, units, backward=early, forward=self.config.forward_prefetch)
+        config = self.config
+        set_prefetching(module, units, backward=config.gathered_in_backward, forward=config.forward_prefetch)
         return module
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -117,7 +117,7 @@ class FSDPStrategy(TorchEngine, Strategy):
 
     def engine_checkpoint_form(self) -> str | None:
         """Say which form checkpoints have unless the user names one."""
-        return self.config.state_dict_type
+        return str(self.config.state_dict_type)
 
     def engine_state(
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]

@@ -6,7 +6,7 @@ import dataclasses
 
 from shard_core.errors import InvalidOption
 from shard_core.options import option
-from shard_deepspeed.later_config import LaterOptions
+from shard_deepspeed.config.later import LaterOptions
 
 _FLAGS = (
     "zero_optimization",

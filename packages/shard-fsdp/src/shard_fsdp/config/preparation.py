@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.errors import InvalidOption
 from shard_core.options import option
-from shard_fsdp import checks_config as checks
+from shard_fsdp.config import checks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,15 +42,25 @@ class PreparationOptions:
     ignored_states: Collection[nn.Parameter | nn.Module | str] = option(
         (), "parameters that stay whole on every rank: names (* for one part), or themselves"
     )
-    backward_prefetch: str | BackwardPrefetch | None = option(
+    backward_prefetch: str | int | BackwardPrefetch | None = option(
         "backward_pre",
-        "gather the next unit before gradients are computed (backward_pre) or after (backward_post, None)",
+        "gather the next unit before gradients are computed (backward_pre) or after (backward_post, None); or how many "
+        "units ahead",
     )
-    forward_prefetch: bool = option(False, "let each unit gather the next one in the order of registration")
+    forward_prefetch: bool | int = option(
+        False, "let each unit gather the next one in the order of registration; or how many of them"
+    )
     param_init_fn: Callable[[nn.Module], object] | None = option(
         None, "initialises what a submodule has on the meta device, where it was not built in module_init_context()"
     )
     sync_module_states: bool = option(True, "start every rank from rank 0's values; there is no other way")
+
+    @property
+    def gathered_in_backward(self) -> int | None:
+        """How many units are gathered ahead in backward; None leaves it to the engine, which takes the next one."""
+        if self.backward_prefetch == "backward_pre":
+            return None
+        return self.backward_prefetch if isinstance(self.backward_prefetch, int) else 0
 
     def __post_init__(self) -> None:
         """Check types and values, and bring ``backward_prefetch`` to one spelling."""
@@ -66,8 +76,10 @@ class PreparationOptions:
         for name in ("ignored_modules", "ignored_states"):
             checks.collection(name, getattr(self, name))
         object.__setattr__(self, "backward_prefetch", checks.backward_prefetch(self.backward_prefetch))
-        if not isinstance(self.forward_prefetch, bool):
-            raise InvalidOption(f"forward_prefetch is {self.forward_prefetch!r}; give True or False.")
+        if not isinstance(self.forward_prefetch, int) or self.forward_prefetch < 0:
+            raise InvalidOption(
+                f"forward_prefetch is {self.forward_prefetch!r}; give True, False, or a number of units."
+            )
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise InvalidOption(f"param_init_fn is {self.param_init_fn!r:.60}; give a function of a module.")
         if self.sync_module_states is not True:

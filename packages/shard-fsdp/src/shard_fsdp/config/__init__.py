@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Literal
 
 from shard_core.errors import InvalidOption, nearest
 from shard_core.options import option
-from shard_fsdp.layout_config import LayoutOptions
-from shard_fsdp.preparation_config import PreparationOptions
-from shard_fsdp.vocabulary_config import ALWAYS
+from shard_fsdp.config import checks
+from shard_fsdp.config.layout import LayoutOptions
+from shard_fsdp.config.preparation import PreparationOptions
+from shard_fsdp.config.vocabulary import ALWAYS
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy, StateDictType
 
 _DEFERRABLE = ("auto", "all", "all_reduce", "nothing")
-_FORMS = ("sharded", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,30 +37,29 @@ class FSDPConfig(PreparationOptions, LayoutOptions):
         "what no_backward_sync leaves to the last micro-batch: all, nothing, or the all_reduce between copies; 'auto': "
         "the last if there are several, else all",
     )
-    state_dict_type: Literal["sharded", "full"] = option(
-        "sharded", "the form of checkpoints unless save_checkpoint is told: each rank's shards, or whole tensors"
+    state_dict_type: Literal["sharded", "full"] | StateDictType = option(
+        "sharded", "the form of checkpoints unless save_checkpoint is told: each rank's shards, or whole tensors (full)"
     )
     limit_all_gathers: bool = option(True, "always so: memory is bounded without making the host wait")
     use_orig_params: bool = option(True, "always so: parameters keep their names and are never flattened")
 
     def __post_init__(self) -> None:
-        """Check types and values."""
+        """Check types and values, and bring torch's objects to our words where these say as much."""
         LayoutOptions.__post_init__(self)
         PreparationOptions.__post_init__(self)
         # Who gives an object of torch's has imported it.
         if self.cpu_offload is not None and not isinstance(self.cpu_offload, bool):
-            from shard_fsdp.offload import check_offload
+            from shard_fsdp.offload import checked_offload
 
-            check_offload(self.cpu_offload)
+            object.__setattr__(self, "cpu_offload", checked_offload(self.cpu_offload))
         if self.mixed_precision is not None:
             from shard_fsdp.precision import check_mixed_precision
 
             check_mixed_precision(self.mixed_precision)
-        for name, allowed in (("defer_sync", _DEFERRABLE), ("state_dict_type", _FORMS)):
-            value = getattr(self, name)
-            if value not in allowed:
-                hint = nearest(str(value), allowed) or ";"
-                raise InvalidOption(f"{name} is {value!r}{hint} it can be: {', '.join(allowed)}.")
+        object.__setattr__(self, "state_dict_type", checks.checkpoint_form(self.state_dict_type))
+        if self.defer_sync not in _DEFERRABLE:
+            hint = nearest(str(self.defer_sync), _DEFERRABLE) or ";"
+            raise InvalidOption(f"defer_sync is {self.defer_sync!r}{hint} it can be: {', '.join(_DEFERRABLE)}.")
         if self.defer_sync == "all_reduce" and not self.has_copies:
             raise InvalidOption(
                 "defer_sync is 'all_reduce', which travels between copies, and there is one copy; give 'all' or "

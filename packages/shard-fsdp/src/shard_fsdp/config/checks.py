@@ -8,6 +8,7 @@ from typing import Any
 from shard_core.errors import InvalidOption, nearest
 
 _PREFETCHES = ("backward_pre", "backward_post", "none")
+_FORMS = ("sharded", "full")
 
 
 def policy(name: str, value: Any) -> None:
@@ -59,14 +60,38 @@ def collection(name: str, value: Any) -> None:
         raise InvalidOption(f"{name} is {value!r:.60}; give a list, such as ['blocks.*.norm'].")
 
 
-def backward_prefetch(value: Any) -> str | None:
+def checkpoint_form(value: Any) -> str:
+    """Bring the form of checkpoints to one spelling.
+
+    Args:
+        value: What the user gave: a form, or torch's enum of state dicts.
+
+    Returns:
+        ``"sharded"`` or ``"full"``.
+
+    Raises:
+        InvalidOption: If there is no such form.
+
+    Example:
+        >>> checkpoint_form("FULL_STATE_DICT")
+        'full'
+    """
+    name = str(getattr(value, "name", value)).removesuffix("_STATE_DICT").lower()
+    if name not in _FORMS:
+        raise InvalidOption(
+            f"state_dict_type is {value!r}{nearest(name, _FORMS) or ';'} it can be: {', '.join(_FORMS)}."
+        )
+    return name
+
+
+def backward_prefetch(value: Any) -> str | int | None:
     """Bring the order of gathering in backward to one spelling.
 
     Args:
-        value: What the user gave: torch's enum, its names in any case, or None.
+        value: What the user gave: torch's enum, its names in any case, None, or a number of units.
 
     Returns:
-        ``"backward_pre"``, ``"backward_post"`` or None.
+        ``"backward_pre"``, ``"backward_post"``, None, or how many units are gathered ahead.
 
     Raises:
         InvalidOption: If there is no such order.
@@ -75,11 +100,13 @@ def backward_prefetch(value: Any) -> str | None:
         >>> backward_prefetch("BACKWARD_PRE")
         'backward_pre'
     """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
     name = value if isinstance(value, str) else getattr(value, "name", "none" if value is None else "")
     if str(name).lower() not in _PREFETCHES:
         raise InvalidOption(
             f"backward_prefetch is {value!r}{nearest(str(name), _PREFETCHES) or ';'} give 'backward_pre', "
-            "'backward_post', None or torch's BackwardPrefetch."
+            "'backward_post', None, torch's BackwardPrefetch, or a number of units from 1 up."
         )
     return None if name.lower() == "none" else name.lower()
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shard_core.errors import InvalidOption, nearest
 from shard_core.parameters import plain_name
-from shard_fsdp.choice import of_classes
+from shard_fsdp.preparation.choice import of_classes
 
 T = TypeVar("T")
 
