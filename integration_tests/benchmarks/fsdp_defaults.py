@@ -58,10 +58,12 @@ def best_by_hand(size: tuple[int, int], data: list[Batch], rounds: int) -> list[
     return list(loops)
 
 
-def compare(strategy: Any, size: tuple[int, int], rounds: int, steps: int) -> list[tuple[str, float, float, float]]:
+def compare(
+    strategy: Any, size: tuple[int, int], rounds: int, steps: int, batch: int
+) -> list[tuple[str, float, float, float]]:
     """Return per loop: its name, median milliseconds, the median of ours over it, how far the last losses differ."""
     torch.set_num_threads(1)
-    data = batches(steps, strategy.distributed_sampler_kwargs["rank"])
+    data = batches(steps, strategy.distributed_sampler_kwargs["rank"], batch)
     strategy.barrier()
     best = best_by_hand(size, data[:2], rounds=2)
     loops: dict[str, Any] = {"ours": Ours(strategy, *size)}
@@ -83,12 +85,14 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=2, help="texts per rank and step")
     args = parser.parse_args()
     for size in args.sizes:
-        result = get_strategy("fsdp", devices=2).launch(compare, SIZES[size], args.rounds, args.steps)
+        result = get_strategy("fsdp", devices=2).launch(compare, SIZES[size], args.rounds, args.steps, args.batch)
         assert result is not None
         width, layers = SIZES[size]
-        table = Table("loop", "ms", "ours / it", "losses differ by", title=f"{size}: width {width}, {layers} layers")
+        title = f"{size}: width {width}, {layers} layers, batch {args.batch}"
+        table = Table("loop", "ms", "ours / it", "losses differ by", title=title)
         for name, milliseconds, ratio, apart in result:
             table.add_row(name, f"{milliseconds:.1f}", f"{ratio:.3f}", f"{apart:.1e}")
         Console().print(table)

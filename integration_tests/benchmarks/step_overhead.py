@@ -84,9 +84,9 @@ ENGINES = {
 }
 
 
-def batches(count: int, rank: int) -> list[Batch]:
+def batches(count: int, rank: int, batch: int = BATCH) -> list[Batch]:
     generator = torch.Generator().manual_seed(rank)
-    texts = [torch.randint(256, (BATCH, CONTEXT + 1), generator=generator) for _ in range(count)]
+    texts = [torch.randint(256, (batch, CONTEXT + 1), generator=generator) for _ in range(count)]
     return [(text[:, :-1], text[:, 1:]) for text in texts]
 
 
