@@ -15,7 +15,7 @@ from torch import nn
 from shard_core.checkpoint.commit import Attempt
 from shard_core.checkpoint.folder import latest
 from shard_core.checkpoint.index import TensorRecord
-from shard_core.checkpoint.part import decode_part, decode_tensors, encode_part, index_of
+from shard_core.checkpoint.part import decode_layout, decode_part, encode_part, index_of
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
 from shard_core.checkpoint.storage.local import LocalFolder
 from shard_core.checkpoint.storage.record import FileRecord
@@ -250,17 +250,36 @@ def _part_record(text: str) -> bytes:
 
 
 @pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        (b"", "no JSON that can be read"),
+        (b'{"tensors": [{}]}', "'tensors' of the layout of a part record must be an object"),
+        (b'{"tensors": {"model.w": ["F32", -1]}}', "'model.w' is described as no tensor can be"),
+    ],
+)
+def test_tensors_in_part_records_are_believed_no_more(tensors, sentence):
+    columns = safetensors.numpy.load(zlib.decompress(_layout()))
+    raw = safetensors.numpy.save({**columns, "tensors": np.frombuffer(tensors, dtype=np.uint8)})
+    with pytest.raises(CheckpointError, match=re.escape(sentence)):
+        decode_layout(zlib.compress(raw))
+
+
+@pytest.mark.parametrize(
     ("raw", "sentence"),
     [
         (b"", "cannot be unpacked"),
         (zlib.compress(b"{}")[:-1], "cannot be unpacked"),
-        (zlib.compress(b"[{}]"), "'tensors' of a part record must be an object"),
-        (zlib.compress(b'{"model.w": ["F32", -1]}'), "'model.w' is described as no tensor can be"),
+        (zlib.compress(b"{}"), "no safetensors file"),
+        (zlib.compress(safetensors.numpy.save({"cut": np.zeros(1)})), "does not have the columns"),
     ],
 )
-def test_tensors_in_part_records_are_believed_no_more(raw, sentence):
+def test_layouts_that_no_rank_writes_are_refused(raw, sentence):
     with pytest.raises(CheckpointError, match=re.escape(sentence)):
-        decode_tensors(raw)
+        decode_layout(raw)
+
+
+def _layout() -> bytes:
+    return decode_part(encode_part("0123456789ab", index_of([], [], {})), "0123456789ab").layout
 
 
 def test_part_records_that_are_not_what_their_rank_wrote_are_named(tmp_path):
@@ -288,4 +307,4 @@ def test_part_records_come_back(tmp_path):
     ]
     index = index_of(tensors, [FileRecord(**_FILE)], {})
     found = decode_part(encode_part("0123456789ab", index), "0123456789ab")
-    assert (decode_tensors(found.tensors), tuple(found.files)) == (index.tensors, index.files)
+    assert (decode_layout(found.layout).tensors, tuple(found.files)) == (index.tensors, index.files)

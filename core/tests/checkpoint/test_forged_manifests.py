@@ -16,11 +16,15 @@ import pytest
 import safetensors.numpy
 import torch
 import xxhash
+from bits import assert_same_bits
 from opened_files import opened_files
+from single_rank import load
 from small_checkpoint import Trained, forge, judged, loaded, refusal, seal, write
+from torch import nn
 
 from shard_core.checkpoint.differences import compare
 from shard_core.checkpoint.inspection import inspect
+from shard_core.checkpoint.verify import verify
 from shard_core.errors import ShardError
 
 _OF_EVERY_TYPE = [
@@ -212,6 +216,12 @@ def _empty(columns) -> None:
         columns[name] = columns[name][:0]
 
 
+def _one_for_two(columns) -> None:
+    """Let both moments of the weight be the first one's bytes, digest and all."""
+    for name in ("begin", "digests"):
+        columns[name][5] = columns[name][4]
+
+
 def _header(text: bytes):
     return lambda columns: len(text).to_bytes(8, "little") + text
 
@@ -228,6 +238,7 @@ _FORGED_INDEXES = {
     "a cut of another shape": _swap_cuts,
     "a cut of nobody": _set("cut", slice(None), 0),
     "overlap in a file": _set("begin", 1, 152),
+    "the same bytes for two tensors": _one_for_two,
     "begin inside an element": _set("begin", 0, 1),
     "a column of another type": _column("begin", "i4"),
     "a column of floats": _column("sizes", "f8"),
@@ -253,6 +264,18 @@ def test_forged_indexes_are_refused(checkpoint, change):
     verdict = judged(checkpoint)
     assert verdict is not None
     assert not verdict.is_fine
+
+
+def test_a_load_is_refused_for_what_it_reads_and_verify_judges_the_rest(checkpoint):
+    _forge_index(checkpoint, _set("begin", 4, 1))  # of the optimizer
+    assert "points outside a file, or between two elements" in str(refusal(checkpoint))
+    module = nn.Linear(3, 2)
+    load(checkpoint, module)
+    assert_same_bits(module.state_dict(), dict(Trained(0).module.state_dict()))
+    for judge in (verify, inspect):
+        assert "points outside a file, or between two elements" in str(judge(checkpoint))
+    with pytest.raises(ShardError, match="points outside a file"):
+        compare(checkpoint, checkpoint)
 
 
 def _claim_wide_files(content) -> None:

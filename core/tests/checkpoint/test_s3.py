@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peer_weights
 import pytest
 import torch
 from s3_server import s3_server
@@ -23,7 +26,7 @@ from shard_core.checkpoint.run_folder import run_entries
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.checkpoint.verify import verify
-from shard_core.errors import CheckpointCorrupted, CheckpointError, StorageError
+from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound, StorageError
 
 WIDTH = 1536  # 9.4 MB a layer, which is several blocks
 
@@ -61,6 +64,14 @@ def load(url: str, options: dict[str, Any], seed: int) -> tuple[bool, int]:
         rest = strategy.load_checkpoint(url, state, storage_options=options)
         same = _same(strategy.unwrap(module), _module(seed)) and torch.equal(rest["copy"], torch.full((3,), seed))
         return same, state["step"]
+
+
+def load_weights(url: str, options: dict[str, Any], seed: int) -> bool:
+    """Load what another library wrote under ``ddp``; tell whether all is as it was written."""
+    with get_strategy("ddp", accelerator="cpu") as strategy:
+        module = strategy.setup_module(_module(-1))
+        assert strategy.load_weights(url, module, storage_options=options) == ()
+        return _same(strategy.unwrap(module), _module(seed))
 
 
 def _same(module: nn.Module, other: nn.Module) -> bool:
@@ -119,6 +130,41 @@ def test_damage_is_named(worlds: Any, s3: dict[str, Any]) -> None:
     store.pipe_file(f"{url}/manifest.json", b"{}")
     with pytest.warns(UserWarning, match="passing over the checkpoint"):
         assert latest("s3://bucket/damaged", storage_options=s3) is None
+
+
+_WEIGHTS = {
+    "safetensors file": (peer_weights.write_file, "weights.safetensors"),
+    "Hugging Face folder": (functools.partial(peer_weights.write_folder, files=3), "folder"),
+    "torch file": (peer_weights.write_torch, "weights.bin"),
+    "distributed folder": (peer_weights.write_distributed, "distributed"),
+}
+
+
+@pytest.mark.parametrize(("write", "name"), _WEIGHTS.values(), ids=_WEIGHTS.keys())
+def test_two_ranks_load_weights_that_other_libraries_wrote(
+    worlds: Any, s3: dict[str, Any], tmp_path: Path, write: Callable[..., Path], name: str
+) -> None:
+    import s3fs
+
+    written = write(tmp_path / name, _module(1).state_dict())
+    s3fs.S3FileSystem(**s3).put(str(written), f"bucket/weights/{name}", recursive=written.is_dir())
+    assert worlds(2).run(load_weights, f"s3://bucket/weights/{name}", s3, 1) == [True] * 2
+
+
+def test_weights_that_were_cut_short_in_the_store_are_refused(s3: dict[str, Any], tmp_path: Path) -> None:
+    import s3fs
+
+    url, store = "s3://bucket/weights/short.safetensors", s3fs.S3FileSystem(**s3)
+    raw = peer_weights.write_file(tmp_path / "weights", _module(1).state_dict()).read_bytes()
+    store.pipe_file(url, raw[:-4])
+    module = _module(-1)
+    for wanted, kind, sentence in (
+        (url, CheckpointCorrupted, f"'{url}' is no intact safetensors file"),
+        ("s3://bucket/weights/nowhere", CheckpointNotFound, "'s3://bucket/weights/nowhere' does not exist"),
+    ):
+        with pytest.raises(kind, match=re.escape(sentence)):
+            peer_weights.load(wanted, module, storage_options=s3)
+    assert _same(module, _module(-1))
 
 
 def test_what_only_one_process_sees_is_refused_before_anything_is_written(worlds: Any, tmp_path: Path) -> None:

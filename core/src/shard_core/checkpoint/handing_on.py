@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_core.checkpoint.agreement import together
-from shard_core.checkpoint.index import starts
+from shard_core.checkpoint.runs import starts
 from shard_core.checkpoint.storage.mapping import FileRange
 from shard_core.checkpoint.storage.portions import portions
 

@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from shard_core.checkpoint.cut import Cut
 from shard_core.checkpoint.dtypes import ITEM_SIZES
+from shard_core.checkpoint.runs import starts
 from shard_core.checkpoint.tensor_file import BLOCK_BYTES
 from shard_core.errors import CheckpointCorrupted
 
@@ -27,6 +28,9 @@ Columns = dict[str, npt.NDArray[Any]]
 #: end), of as many ``offsets`` and ``sizes`` as the tensors have dims. Each tensor has one ``file`` and one ``begin``
 #: per box of its cut, and as many ``digests`` as these chunks have blocks.
 COLUMNS = {"cut": "i4", "rows": "i8", "offsets": "i8", "sizes": "i8", "file": "i4", "begin": "i8", "digests": "u8"}
+#: What is said of an index in which two chunks hold the same byte.
+SHARED_BYTES = "the index of chunks gives some bytes of a file to two chunks."
+_OUTSIDE = "the index of chunks points outside a file, or between two elements."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,20 +145,30 @@ class ChunkIndex:
         for position, row in zip(positions.tolist(), (chunks - self._rows[positions]).tolist(), strict=True):
             yield self.tensors[position], self._chunk(position, row)
 
-    def check(self) -> None:
-        """Prove that the chunks tile every tensor and that no byte of a file belongs to two.
+    def check_tiling(self) -> None:
+        """Prove that the chunks tile every tensor.
 
         Raises:
-            CheckpointCorrupted: Naming the first tensor or file that is wrong.
+            CheckpointCorrupted: Naming the first tensor that is not covered exactly once.
         """
         for number, cut in enumerate(self._cuts):
             flaw = cut.flaw()
             if flaw:
                 key = self.tensors[self._cut_of.index(number)].key
                 raise CheckpointCorrupted(f"{key!r} of shape {cut.shape} is not covered exactly once: {flaw}.")
+
+    def check_places(self) -> None:
+        """Prove that all chunks lie in files, and that no byte of a file belongs to two.
+
+        That takes a look at each of millions of chunks. Whoever reads some of them needs no proof of all: no method
+        gives a chunk that does not lie in a file.
+
+        Raises:
+            CheckpointCorrupted: If it is not so.
+        """
         file, begin = self.columns["file"], self.columns["begin"]
         if ((file < 0) | (file >= len(self.files))).any():
-            raise CheckpointCorrupted("the index of chunks points to a file that the manifest does not name.")
+            raise CheckpointCorrupted(_OUTSIDE)
         lengths = [record.bytes for record in self.files]
         if sum(lengths) > np.iinfo(np.int64).max:
             raise CheckpointCorrupted("the manifest claims more bytes than files can have.")
@@ -162,7 +176,7 @@ class ChunkIndex:
         room = np.array(lengths, dtype=np.int64)[file] - sizes
         items = np.repeat([ITEM_SIZES[tensor.dtype] for tensor in self.tensors], np.diff(self._rows))
         if ((begin < 0) | (begin > room) | (begin % items != 0)).any():
-            raise CheckpointCorrupted("the index of chunks points outside a file, or between two elements.")
+            raise CheckpointCorrupted(_OUTSIDE)
         del room, items
         # With all files in a row no chunk begins before the one before it has ended: then each begins after as
         # many have ended as there are before it, which takes no pairing of begins with ends.
@@ -171,17 +185,17 @@ class ChunkIndex:
         first.sort()
         last.sort()
         if (first[1:] < last[:-1]).any():
-            raise CheckpointCorrupted("the index of chunks gives some bytes of a file to two chunks.")
+            raise CheckpointCorrupted(SHARED_BYTES)
 
     def _chunk(self, position: int, row: int) -> Chunk:
         at = self._rows[position] + row
+        file, begin = int(self.columns["file"][at]), int(self.columns["begin"][at])
+        box, item = self._cuts[self._cut_of[position]].box(row), ITEM_SIZES[self.tensors[position].dtype]
+        in_file = 0 <= file < len(self.files) and 0 <= begin <= self.files[file].bytes - box.volume * item
+        if not in_file or begin % item:
+            raise CheckpointCorrupted(_OUTSIDE)
         digests = self._digest_rows(position)[row : row + 2] + self._first_digest[position]
-        return Chunk(
-            file=int(self.columns["file"][at]),
-            begin=int(self.columns["begin"][at]),
-            box=self._cuts[self._cut_of[position]].box(row),
-            digests=self.columns["digests"][slice(*digests)].tolist(),
-        )
+        return Chunk(file=file, begin=begin, box=box, digests=self.columns["digests"][slice(*digests)].tolist())
 
     def _digest_rows(self, position: int) -> Integers:
         """Tell where the digests of a tensor's chunks begin among the tensor's."""
@@ -227,16 +241,6 @@ def _cuts(tensors: Sequence[TensorRecord], columns: Columns) -> list[Cut]:
         if not cut.fits():
             raise CheckpointCorrupted(f"a chunk of {tensors[user].key!r} is larger than the tensor.")
     return cuts
-
-
-def starts(counts: npt.ArrayLike) -> Integers:
-    """Tell where each of several runs begins, and where the last ends.
-
-    Example:
-        >>> starts([2, 0, 3]).tolist()
-        [0, 2, 2, 5]
-    """
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
 
 def decode_columns(raw: bytes, columns: dict[str, str]) -> Columns:

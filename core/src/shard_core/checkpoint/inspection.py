@@ -177,7 +177,9 @@ def _check(
     problems: list[str] = []
     chunks = None
     try:
-        chunks = len(read_index(folder, manifest))
+        index = read_index(folder, manifest)
+        index.check_places()
+        chunks = len(index)
     except CheckpointCorrupted as error:
         problems.append(str(error))
     for number, record in enumerate(manifest.files, 1):

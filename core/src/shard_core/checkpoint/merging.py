@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from shard_core.checkpoint.index import COLUMNS, ChunkIndex, Columns, TensorRecord, starts
-from shard_core.checkpoint.part import Part, decode_tensors
+from shard_core.checkpoint.index import COLUMNS, ChunkIndex, Columns, TensorRecord
+from shard_core.checkpoint.part import Layout, Part, decode_layout
+from shard_core.checkpoint.runs import Piece, Runs, ranges, starts
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.box import Integers
     from shard_core.checkpoint.storage.record import FileRecord
-
-_OF_CHUNKS = ("offsets", "sizes", "file", "begin", "digests")
 
 
 def merge_parts(parts: Iterable[Part]) -> ChunkIndex:
@@ -32,71 +30,96 @@ def merge_parts(parts: Iterable[Part]) -> ChunkIndex:
     return _Merger(parts).index()
 
 
+class _Rank(NamedTuple):
+    """What is kept of a part: what differs from rank to rank."""
+
+    layout: int
+    first_file: int
+    offsets: Integers
+    digests: npt.NDArray[np.uint64]
+
+
 class _Merger:
-    """The tables of one merge, by tensor and rank; the work is done by columns, never chunk by chunk."""
+    """One merge: layouts that many ranks share are worked out once, then each rank's values go where they belong."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self._files: list[FileRecord] = []
-        streams = {name: bytearray() for name in _OF_CHUNKS}
-        kept = []
-        for part in parts:
-            part.columns["file"] = part.columns["file"] + np.int32(len(self._files))
-            self._files += part.files
-            for name, stream in streams.items():
-                stream.extend(part.columns.pop(name).data)  # taken out: of millions of chunks there must be one copy
-            kept.append(part)
-        self._joined = {name: np.frombuffer(stream, dtype=COLUMNS[name]) for name, stream in streams.items()}
-        self._tabulate(kept)
-
-    def _tabulate(self, parts: Sequence[Part]) -> None:
-        """Put the parts' cuts one after another, and note which of them each tensor has on each rank, if any."""
-        known = {raw: decode_tensors(raw) for raw in {part.tensors for part in parts}}
-        self._tensors = _agreed_tensors([known[part.tensors] for part in parts])
-        position = {tensor.key: place for place, tensor in enumerate(self._tensors)}
-        places = {raw: _integers(position[each.key] for each in tensors) for raw, tensors in known.items()}
-        dims = {raw: _integers(len(each.shape) for each in tensors) for raw, tensors in known.items()}
-        self._counts = np.concatenate([np.diff(part.columns["rows"]) for part in parts])
-        self._dims = np.empty(len(self._counts), dtype=np.int64)
-        self._cut = np.full((len(self._tensors), len(parts)), -1, dtype=np.int32)
-        self._digest_counts = np.zeros((len(parts), len(self._tensors)), dtype=np.int32)
-        first = 0
+        self._ranks: list[_Rank] = []
+        numbers: dict[bytes, int] = {}
+        first_ranks: list[int] = []
         for rank, part in enumerate(parts):
-            cut, place = part.columns["cut"], places[part.tensors]
-            self._cut[place, rank] = first + cut
-            self._dims[first + cut] = dims[part.tensors]
-            self._digest_counts[rank, place] = part.columns["digest_counts"]
-            first += len(part.columns["rows"]) - 1
+            if part.layout not in numbers:
+                numbers[part.layout] = len(numbers)
+                first_ranks.append(rank)
+            self._ranks.append(_Rank(numbers[part.layout], len(self._files), part.offsets, part.digests))
+            self._files += part.files
+        self._layouts = [decode_layout(raw) for raw in numbers]
+        self._tensors = _agreed_tensors(first_ranks, self._layouts)
 
     def index(self) -> ChunkIndex:
-        """Put all columns into the order of the tensors."""
-        columns = self._cut_columns()
-        counts = np.append(self._counts, 0)[self._cut.T]  # a tensor that a rank does not name has no chunks there
-        order = list(_runs_by_column(counts))
-        columns["file"] = _gathered(self._joined.pop("file"), order)
-        columns["begin"] = _gathered(self._joined.pop("begin"), order)
-        del counts, order
-        columns["digests"] = _gathered(self._joined.pop("digests"), list(_runs_by_column(self._digest_counts)))
+        """Put all values into columns, in the order of the tensors."""
+        position = {tensor.key: place for place, tensor in enumerate(self._tensors)}
+        places = [np.array([position[each.key] for each in layout.tensors], dtype=np.int64) for layout in self._layouts]
+        cut, users = self._cut(places)
+        placements = [_Placement(layout, place, cut) for layout, place in zip(self._layouts, places, strict=True)]
+        times = np.bincount([rank.layout for rank in self._ranks], minlength=len(placements)).tolist()
+        chunks = Runs(len(cut), zip((each.chunks for each in placements), times, strict=True))
+        digests = Runs(len(cut), zip((each.digests for each in placements), times, strict=True))
+        extents = Runs(len(users), zip((each.extents for each in placements), times, strict=True))
+        room = {"file": chunks, "begin": chunks, "digests": digests, "offsets": extents, "sizes": extents}
+        columns: Columns = {name: np.empty(len(runs), dtype=COLUMNS[name]) for name, runs in room.items()}
+        columns |= {"cut": cut, "rows": starts(chunks.lengths[users])}
+        for rank in self._ranks:
+            placement, common = placements[rank.layout], self._layouts[rank.layout].columns
+            where = chunks.add(placement.chunks)
+            columns["file"][where] = common["file"] + rank.first_file
+            columns["begin"][where] = common["begin"]
+            columns["digests"][digests.add(placement.digests)] = rank.digests
+            where = extents.add(placement.extents)
+            columns["offsets"][where] = rank.offsets[placement.extents_taken]
+            columns["sizes"][where] = common["sizes"][placement.extents_taken]
         return ChunkIndex(self._tensors, self._files, columns)
 
-    def _cut_columns(self) -> Columns:
-        """Find out which tensors are cut alike on all ranks together."""
-        alike = [(tensor.shape, cuts.tobytes()) for tensor, cuts in zip(self._tensors, self._cut, strict=True)]
-        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(alike))}
-        users = [alike.index(kind) for kind in numbers]
-        cuts = [self._cut[user][self._cut[user] >= 0] for user in users]
-        extents = _ragged(self._counts * self._dims, np.concatenate(cuts)) if cuts else np.empty(0, dtype=np.int64)
-        return {
-            "cut": np.array([numbers[kind] for kind in alike], dtype=np.int32),
-            "rows": starts([int(self._counts[each].sum()) for each in cuts]),
-            "offsets": self._joined.pop("offsets")[extents],
-            "sizes": self._joined.pop("sizes")[extents],
-        }
+    def _cut(self, places: Sequence[Integers]) -> tuple[npt.NDArray[np.int32], list[int]]:
+        """Find out which tensors are cut alike on all ranks together; of each cut also give a tensor that has it."""
+        table = np.full((len(self._tensors), len(places)), -1, dtype=np.int32)
+        for number, (layout, place) in enumerate(zip(self._layouts, places, strict=True)):
+            table[place, number] = layout.columns["cut"]
+        alike = [(tensor.shape, cuts.tobytes()) for tensor, cuts in zip(self._tensors, table, strict=True)]
+        users: dict[tuple[tuple[int, ...], bytes], int] = {}
+        for user, kind in enumerate(alike):
+            users.setdefault(kind, user)
+        numbers = {kind: number for number, kind in enumerate(users)}
+        return np.array([numbers[kind] for kind in alike], dtype=np.int32), list(users.values())
 
 
-def _agreed_tensors(lists: Sequence[tuple[TensorRecord, ...]]) -> list[TensorRecord]:
+class _Placement:
+    """Where the values of all parts of one layout go.
+
+    Attributes:
+        chunks: How many chunks there are of which tensors.
+        digests: How many digests.
+        extents: How many offsets and sizes there are of which cuts.
+        extents_taken: Which of the part's these are: cuts alike on this rank need not be so on others.
+    """
+
+    def __init__(self, layout: Layout, place: Integers, cut: npt.NDArray[np.int32]) -> None:
+        own_cut, counts = layout.columns["cut"], np.diff(layout.columns["rows"])
+        self.chunks = Piece(place, counts[own_cut])
+        self.digests = Piece(place, layout.columns["digest_counts"])
+        dims = np.zeros_like(counts)
+        dims[own_cut] = [len(tensor.shape) for tensor in layout.tensors]
+        extents = counts * dims
+        numbers, first_users = np.unique(cut[place], return_index=True)
+        taken = own_cut[first_users]
+        self.extents = Piece(numbers, extents[taken])
+        self.extents_taken = ranges(starts(extents)[:-1][taken], extents[taken])
+
+
+def _agreed_tensors(ranks: Sequence[int], layouts: Sequence[Layout]) -> list[TensorRecord]:
     records: dict[str, TensorRecord] = {}
-    for rank, (before, tensors) in enumerate(itertools.pairwise([(), *lists])):
-        for tensor in tensors if tensors is not before else ():
+    for rank, layout in zip(ranks, layouts, strict=True):
+        for tensor in layout.tensors:
             known = records.setdefault(tensor.key, tensor)
             if known != tensor:
                 raise CheckpointError(
@@ -104,40 +127,3 @@ def _agreed_tensors(lists: Sequence[tuple[TensorRecord, ...]]) -> list[TensorRec
                     f"{known.dtype} of shape {known.shape}; every rank must hold parts of the same model."
                 )
     return [records[key] for key in sorted(records)]
-
-
-def _integers(values: Iterable[int]) -> Integers:
-    return np.fromiter(values, dtype=np.int64)
-
-
-def _runs_by_column(lengths: npt.NDArray[Any]) -> Iterable[Integers]:
-    """Tell, column by column, where the elements of runs stand that lie one after another row by row.
-
-    Example:
-        >>> [each.tolist() for each in _runs_by_column(np.array([[2, 1], [0, 2]]))]
-        [[0, 1], [2, 3, 4]]
-    """
-    begins = starts(lengths.ravel())[:-1].reshape(lengths.shape)
-    for column in range(lengths.shape[1]):
-        yield _ranges(begins[:, column], lengths[:, column])
-
-
-def _gathered(values: Integers, places: Sequence[Integers]) -> Integers:
-    """Take values by runs of places; the result alone takes memory."""
-    taken = np.empty(sum(map(len, places)), dtype=values.dtype)
-    end = 0
-    for each in places:
-        begin, end = end, end + len(each)
-        np.take(values, each, out=taken[begin:end])
-    return taken
-
-
-def _ragged(lengths: Integers, order: Integers) -> Integers:
-    """Tell where the elements of runs of unlike lengths stand once the runs are re-ordered."""
-    return _ranges(starts(lengths)[:-1][order], lengths[order])
-
-
-def _ranges(begins: Integers, lengths: Integers) -> Integers:
-    """Count up from each of several numbers, as often as told."""
-    places: Integers = np.repeat(begins - starts(lengths)[:-1], lengths) + np.arange(int(lengths.sum()))
-    return places

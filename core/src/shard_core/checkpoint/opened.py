@@ -36,6 +36,7 @@ class OpenedCheckpoint:
         self.folder = open_folder(path, storage_options)
         self.manifest = Manifest.from_bytes(read_manifest(self.folder))
         self.index = read_index(self.folder, self.manifest)
+        self.index.check_places()
 
     @functools.cached_property
     def reader(self) -> TensorReader:

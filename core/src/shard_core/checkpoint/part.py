@@ -9,18 +9,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import safetensors.numpy
 
 from shard_core.checkpoint.fields import Fields
-from shard_core.checkpoint.index import COLUMNS, Chunk, ChunkIndex, Columns, TensorRecord, decode_columns, starts
+from shard_core.checkpoint.index import COLUMNS, Chunk, ChunkIndex, Columns, TensorRecord, decode_columns
 from shard_core.checkpoint.manifest import read_file, read_tensor
+from shard_core.checkpoint.runs import starts
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
+    from shard_core.checkpoint.box import Integers
     from shard_core.checkpoint.storage.record import FileRecord
 
-#: The columns of a part record besides those of its index.
-_TENSORS, _ABOUT = "tensors", "about"
+_LAYOUT, _TENSORS, _ABOUT = "layout", "tensors", "about"
+#: The columns of an index that differ from rank to rank; the others are the layout, which many ranks have in common.
+_OWN = {name: COLUMNS[name] for name in ("offsets", "digests")}
+_OF_LAYOUT = {name: kind for name, kind in COLUMNS.items() if name not in _OWN} | {
+    "digest_counts": "i4",
+    _TENSORS: "u1",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,13 +36,28 @@ class Part:
     """A part record, decoded no further than it takes to join it with others.
 
     Attributes:
-        tensors: The full tensors, encoded; the same on nearly all ranks, so that decoding once will do.
+        layout: What ``decode_layout`` decodes; the same on many ranks, so that decoding once will do.
         files: What the rank wrote.
-        columns: As in an index, and ``digest_counts``, how many digests each tensor has.
+        offsets: As in an index.
+        digests: As in an index.
     """
 
-    tensors: bytes
+    layout: bytes
     files: Sequence[FileRecord]
+    offsets: Integers
+    digests: npt.NDArray[np.uint64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """What the parts of many ranks have in common.
+
+    Attributes:
+        tensors: The full tensors, sorted by key.
+        columns: As in an index, but for those of each part, and ``digest_counts``, how many digests each tensor has.
+    """
+
+    tensors: tuple[TensorRecord, ...]
     columns: Columns
 
 
@@ -73,12 +96,14 @@ def encode_part(attempt: str, index: ChunkIndex) -> bytes:
         attempt: The save it is part of.
         index: What this rank wrote.
     """
+    tensors = _json({_TENSORS: {tensor.key: [tensor.dtype, *tensor.shape] for tensor in index.tensors}})
+    described = {**index.columns, "digest_counts": index.digest_counts.astype(np.int32), _TENSORS: _bytes(tensors)}
+    layout = safetensors.numpy.save({name: described[name] for name in _OF_LAYOUT})
+    about = _json({"attempt": attempt, "files": [dataclasses.asdict(file) for file in index.files]})
     # Every rank tells of every tensor. Packed, and compared before it is unpacked, that stays cheap for
     # thousands of ranks.
-    tensors = zlib.compress(_json({tensor.key: [tensor.dtype, *tensor.shape] for tensor in index.tensors}), level=1)
-    about = _json({"attempt": attempt, "files": [dataclasses.asdict(file) for file in index.files]})
-    texts = {name: np.frombuffer(text, dtype=np.uint8) for name, text in ((_TENSORS, tensors), (_ABOUT, about))}
-    return safetensors.numpy.save({**index.columns, "digest_counts": index.digest_counts.astype(np.int32), **texts})
+    packed = {_LAYOUT: _bytes(zlib.compress(layout, level=1)), _ABOUT: _bytes(about)}
+    return safetensors.numpy.save({**{name: index.columns[name] for name in _OWN}, **packed})
 
 
 def decode_part(raw: bytes, attempt: str) -> Part:
@@ -88,26 +113,32 @@ def decode_part(raw: bytes, attempt: str) -> Part:
         CheckpointError: If it is part of another save.
         CheckpointCorrupted: If it is no such record.
     """
-    columns = decode_columns(raw, {**COLUMNS, "digest_counts": "i4", _TENSORS: "u1", _ABOUT: "u1"})
-    about = Fields.from_json(columns.pop(_ABOUT).tobytes(), "a part record")
+    columns = decode_columns(raw, {**_OWN, _LAYOUT: "u1", _ABOUT: "u1"})
+    about = Fields.from_json(columns[_ABOUT].tobytes(), "a part record")
     if about.text("attempt") != attempt:
         raise CheckpointError(f"a part record belongs to save {about.text('attempt')}, not to {attempt}.")
     files = [read_file(file) for file in about.listed("files")]
-    return Part(tensors=columns.pop(_TENSORS).tobytes(), files=files, columns=columns)
+    own = {name: columns[name] for name in _OWN}
+    return Part(layout=columns[_LAYOUT].tobytes(), files=files, **own)
 
 
-def decode_tensors(raw: bytes) -> tuple[TensorRecord, ...]:
-    """Decode the full tensors of a part, sorted by key.
+def decode_layout(raw: bytes) -> Layout:
+    """Decode the layout of a part.
 
     Raises:
-        CheckpointCorrupted: If they are none.
+        CheckpointCorrupted: If it is none.
     """
     try:
-        text = zlib.decompress(raw)
+        columns = decode_columns(zlib.decompress(raw), _OF_LAYOUT)
     except zlib.error as error:
-        raise CheckpointCorrupted(f"the tensors of a part record cannot be unpacked: {error}.") from error
-    fields = Fields.from_json(b'{"tensors":%s}' % text, "a part record")
-    return tuple(read_tensor(key, value) for key, value in fields.mapping("tensors").items())
+        raise CheckpointCorrupted(f"the layout of a part record cannot be unpacked: {error}.") from error
+    fields = Fields.from_json(columns.pop(_TENSORS).tobytes(), "the layout of a part record")
+    listed = fields.mapping(_TENSORS)
+    return Layout(tensors=tuple(read_tensor(key, value) for key, value in listed.items()), columns=columns)
+
+
+def _bytes(text: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(text, dtype=np.uint8)
 
 
 def _json(value: object) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import xxhash
 from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.dtypes import ITEM_SIZES, torch_dtype
 from shard_core.checkpoint.handing_on import hand_on
+from shard_core.checkpoint.index import SHARED_BYTES
 from shard_core.checkpoint.storage.mapping import FileRange
 from shard_core.checkpoint.tensor_file import BLOCK_BYTES
 from shard_core.errors import CheckpointCorrupted, CheckpointError
@@ -118,15 +120,25 @@ class TensorReader:
         self._maps.release()
 
     def _blocks_of(self, reads: Iterable[Read]) -> dict[FileRange, tuple[str, int]]:
-        """Tell which blocks are needed, whose they are, and their digests."""
+        """Tell which blocks are needed, whose they are, and their digests.
+
+        Raises:
+            CheckpointCorrupted: If bytes of a file belong to two chunks.
+        """
         needed: dict[FileRange, tuple[str, int]] = {}
+        chunks: set[tuple[FileRange, str, tuple[int, ...]]] = set()
         for read in reads:
             end = read.chunk.begin + self._chunk_bytes(read)
+            where = FileRange(read.chunk.file, read.chunk.begin, end)
+            chunks.add((where, read.key, read.chunk.box.offsets))
             first, last = self._blocks(read)
             for block in range(first, last):
                 begin = read.chunk.begin + block * BLOCK_BYTES
                 where = FileRange(read.chunk.file, begin, min(begin + BLOCK_BYTES, end))
                 needed[where] = read.key, read.chunk.digests[block]
+        for (one, *_), (other, *_) in itertools.pairwise(sorted(chunks)):
+            if one.file == other.file and one.stop > other.start:
+                raise CheckpointCorrupted(SHARED_BYTES)
         return needed
 
     def _source(self, read: Read) -> torch.Tensor:

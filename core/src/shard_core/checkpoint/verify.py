@@ -82,6 +82,7 @@ def verify(
     try:
         manifest = Manifest.from_bytes(read_manifest(folder))
         index = read_index(folder, manifest)
+        index.check_places()
     except CheckpointNotFound as error:
         if any(FILE_NAME.fullmatch(each.name) for each in folder.listing()):
             raise CheckpointNotFound(f"{error} A save into it was not completed, or its manifest is lost.") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,19 +62,23 @@ def generator_kept(engine: Engine) -> Iterator[None]:
             engine.engine_set_random_state(before)
 
 
-def check_random_state(saved: Any, coordinator: Coordinator, device: torch.device) -> None:
+def check_random_state(saved: Any, coordinator: Coordinator, device: torch.device, data_rank: int) -> list[int]:
     """Prove that ``take_up`` can do with what a checkpoint holds; every rank calls this.
 
     Args:
         saved: What ``gather_random_state`` may have returned.
         coordinator: What ranks talk through.
         device: This rank's.
+        data_rank: This rank's place among those that see different data.
+
+    Returns:
+        The ranks' data ranks.
 
     Raises:
         CheckpointCorrupted: On every rank, if it cannot on any.
     """
 
-    def check() -> None:
+    def check() -> int:
         try:
             rows = _rows(saved)
             rank = coordinator.rank if coordinator.rank < len(saved["data_ranks"]) else 0
@@ -84,8 +88,9 @@ def check_random_state(saved: Any, coordinator: Coordinator, device: torch.devic
                 f"the checkpoint does not say where the random number generators stood: {error}; modules and "
                 "optimizers are loaded, the generators are as they were; use another checkpoint."
             ) from error
+        return data_rank
 
-    together(coordinator, "taking up the random number generators", check)
+    return together(coordinator, "taking up the random number generators", check)
 
 
 def _rows(saved: Any) -> dict[str, torch.Tensor]:
@@ -105,30 +110,30 @@ def _rows(saved: Any) -> dict[str, torch.Tensor]:
 
 
 def take_up(
-    saved: Mapping[str, Any], coordinator: Coordinator, device: torch.device, data_rank: int
+    saved: Mapping[str, Any], rank: int, data_ranks: Sequence[int], device: torch.device
 ) -> tuple[int, torch.Tensor | None]:
-    """Put this rank's generators where a checkpoint's stood; every rank calls this.
+    """Put this rank's generators where a checkpoint's stood.
 
     At the same number of ranks, with the same data ranks, each goes on bit for bit. Otherwise each is seeded with a
     number derived from where rank 0's stood and its data rank, which is as repeatable.
 
     Args:
-        saved: What ``gather_random_state`` returned, and ``check_random_state`` has looked at.
-        coordinator: What ranks talk through.
+        saved: What ``gather_random_state`` returned.
+        rank: This rank.
+        data_ranks: What ``check_random_state`` returned for it.
         device: This rank's.
-        data_rank: This rank's place among those that see different data.
 
     Returns:
         The seed for generators of the engine's own, and where they stood if they can go on from there.
     """
     generators = saved["generators"]
-    if coordinator.gather_objects(data_rank) == saved["data_ranks"]:
+    if data_ranks == saved["data_ranks"]:
         # Copied, since torch reads a generator's state from where its storage begins.
-        mine = {name: rows[coordinator.rank].clone() for name, rows in generators.items()}
+        mine = {name: rows[rank].clone() for name, rows in generators.items()}
         set_generator_states(mine, device)
         return torch.initial_seed(), mine.get("engine")
     whole = bytes(generators["torch"][0].tolist())
-    seed = derived_seed(0, *whole, data_rank)
+    seed = derived_seed(0, *whole, data_ranks[rank])
     seed_everything(seed % _NUMPY_SEEDS)
     torch.manual_seed(seed)
     return seed, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -164,10 +164,11 @@ class Remembering(Looking):
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
         random = loaded.values.pop(RANDOM_KEY, None) if contents.optimizers else None
         if random is not None:
-            check_random_state(random, self.collectives, self.root_device)
+            data_rank = self.distributed_sampler_kwargs["rank"]
+            data_ranks = check_random_state(random, self.collectives, self.root_device, data_rank)
         left = contents.restore(loaded.values, into=state)
         if random is not None:
-            self._take_up(random)
+            self._take_up(random, data_ranks)
         left.pop(RANDOM_KEY, None)
         return {**dict.fromkeys(loaded.remainder), **left}
 
@@ -259,10 +260,9 @@ class Remembering(Looking):
         rank = self.distributed_sampler_kwargs["rank"]
         return gather_random_state(self.collectives, self.root_device, rank, self.engine_random_state())
 
-    def _take_up(self, random: Mapping[str, Any]) -> None:
+    def _take_up(self, random: Mapping[str, Any], data_ranks: Sequence[int]) -> None:
         """Let the random number generators go on where those of a checkpoint stood."""
-        rank = self.distributed_sampler_kwargs["rank"]
-        seed, state = take_up(random, self.collectives, self.root_device, rank)
+        seed, state = take_up(random, self.global_rank, data_ranks, self.root_device)
         if state is None:
             self.engine_seed(seed)
         else:
