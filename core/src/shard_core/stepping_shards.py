@@ -12,12 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shard_core.elementwise import why_not_elementwise
+from shard_core.kernels import fastest_kernel, inside_step, leaves_open, torchs_own
 from shard_core.parameters import local_part
-
-#: Settings of a group that choose how torch computes a step, the fastest first; None leaves the choice open.
-_KERNELS = ("fused", "foreach")
-#: Bytes of an element in which another order of rounding stays within the bounds of parity.
-_WIDE = 4
 
 #: By optimizer: how many groups it had, and its settings while it steps shards; None if it has to step DTensors.
 _decided: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Mapping[str, bool] | None]] = (
@@ -45,40 +41,18 @@ def stepping_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         return
     shards = _Shards(optimizer, settings)
-    # Last of those before a step, first of those after it.
-    before, after = optimizer.register_step_pre_hook(shards.put_in), optimizer.register_step_post_hook(shards.take_out)
-    hooks = after.hooks_dict_ref()
-    assert hooks is not None
-    hooks.move_to_end(after.id, last=False)
-    try:
+    with inside_step(optimizer, shards.put_in, shards.take_out):
         yield
-    finally:
-        before.remove()
-        after.remove()
-        shards.take_out()
 
 
 def _settings_on_shards(optimizer: torch.optim.Optimizer) -> Mapping[str, bool] | None:
     """Decide how an optimizer steps shards; an overridden step may know more of parameters than their elements."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if not sharded or not type(optimizer).step.__module__.startswith("torch.optim."):
+    if not sharded or not torchs_own(optimizer):
         return None
     device = sharded[0].to_local().device
-    if why_not_elementwise(optimizer, device) is not None:
-        return None
-    if all(map(_leaves_open, optimizer.param_groups)) and all(each.is_floating_point() for each in parameters):
-        # In few bits a fused kernel rounds less often than torch's loop: results would differ from other strategies'.
-        rounds_alike = all(each.dtype.itemsize >= _WIDE for each in parameters)
-        for kernel in _KERNELS if rounds_alike else _KERNELS[1:]:
-            known = all(kernel in group for group in optimizer.param_groups)
-            if known and why_not_elementwise(optimizer, device, {kernel: True}) is None:
-                return {kernel: True}
-    return {}
-
-
-def _leaves_open(group: Mapping[str, Any]) -> bool:
-    return all(group.get(kernel) is None for kernel in _KERNELS)
+    return None if why_not_elementwise(optimizer, device) is not None else fastest_kernel(optimizer, device)
 
 
 class _Shards:
@@ -98,7 +72,7 @@ class _Shards:
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
         for group in optimizer.param_groups:
             changed: dict[str, Any] = {"params": [self._shard(each) for each in group["params"]]}
-            if _leaves_open(group):
+            if leaves_open(group):
                 changed |= self._settings
             self._groups.append((group, {name: group[name] for name in changed}))
             group.update(changed)

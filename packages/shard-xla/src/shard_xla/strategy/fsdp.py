@@ -25,6 +25,7 @@ from shard_xla.strategy import runtime, units
 from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.layout import Layout, check_on_host, release
+from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -125,7 +126,8 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         """Step, and run what is pending: else the graph would grow from step to step."""
         import torch_xla
 
-        optimizer.step(closure, **kwargs)
+        with stepping_lists(optimizer):
+            optimizer.step(closure, **kwargs)
         for root in self._roots():
             units.forget(root)
         torch_xla.sync()

@@ -21,6 +21,7 @@ from shard_xla.strategy import runtime, spreading
 from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.layout import Layout, check_on_host, release
+from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -94,7 +95,8 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         """Step, and run what is pending: else the graph would grow from step to step."""
         import torch_xla
 
-        super().engine_step(optimizer, closure, **kwargs)
+        with stepping_lists(optimizer):
+            super().engine_step(optimizer, closure, **kwargs)
         torch_xla.sync()
         self._watch.step()
 
