@@ -1,0 +1,66 @@
+"""The most memory that a rank holds during a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from shard_core._versions import TorchDispatchMode
+
+T = TypeVar("T")
+
+
+def weigh(step: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
+    """Take a step and measure the memory it needs; it may take much longer than others.
+
+    Args:
+        step: Takes it.
+        device: Where this rank computes.
+
+    Returns:
+        What the step returned, and bytes: on CUDA what the allocator had given out at most, on the CPU the tensors
+        alive at a time among those the step touched; None on other devices, which cannot be asked.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return step(), torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return step(), None
+    with _LiveBytes() as live:
+        result = step()
+    return result, live.peak
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Adds up, after each operation, the storages that operations have met and that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors([args, kwargs, result]):
+            self._storages.add(tensor.untyped_storage())
+        # Not counted up and down: an engine frees a storage by shrinking it, and it goes on living.
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages))
+        return result
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors on the CPU in arguments, and behind tensors that stand for others."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            yield from _tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+        elif value.device.type == "cpu":
+            yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
