@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shard_core.strategy.placement import Placement
 from shard_core.testing.parity.check import TOLERANCES
 from shard_core.tuning.experiment import Experiment, Trial
 from shard_core.tuning.outcome import Outcome, Pair, outcome
@@ -71,10 +72,11 @@ class Search:
             The table, and the best setting.
 
         Raises:
+            LaunchError: If the strategy does not run on so many ranks.
             RankFailed: If the defaults fail.
         """
         base = self._experiment.make_strategy({})
-        proposals = base.engine_worth_trying(module, self._experiment.run["devices"])
+        proposals = base.engine_worth_trying(module, Placement(base.options, base.info).local_ranks)
         tried: list[Setting] = []
         best: Outcome | None = None
         proposed = next(proposals, None)
