@@ -32,7 +32,7 @@ _WORTH_A_WORD = 0.05
 @takes_a_model
 @click.option("--optimizer", default="adamw", show_default=True, help="sgd, adamw, or SCRIPT.PY:FUNCTION of the model.")
 @click.option(
-    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="How often each setting takes its turn."
+    "--rounds", type=click.IntRange(min=2), default=5, show_default=True, help="How often each setting takes its turn."
 )
 @click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Timed steps in a turn.")
 @click.option("--warm-up", type=click.IntRange(min=1), default=2, show_default=True, help="Steps before them.")
@@ -113,9 +113,11 @@ def _row(row: Outcome) -> dict[str, Any]:
 
 
 def _sentence(said: Mapping[str, Any], result: Result) -> str:
-    if not result.rows:
-        return f"Strategy {said['strategy']!r} names no other setting worth trying for this model{_where(said)}."
     base = _base(said)
+    if not result.rows:
+        return (
+            f"Strategy {said['strategy']!r} names no setting worth trying besides {base}, for this model{_where(said)}."
+        )
     if result.best is None:
         return (
             f"Keep {base}: no setting that trains the same is faster by more than measurements of one differ among "
@@ -151,7 +153,7 @@ def _table(said: Mapping[str, Any], result: Result) -> Table:
     from rich.text import Text
 
     columns = (Column(heading, justify="right") for heading in ("ms per step", "ratio", "peak memory"))
-    table = Table("setting", *columns, "", box=box.SIMPLE_HEAD)
+    table = Table(Column("setting", overflow="fold"), *columns, "", box=box.SIMPLE_HEAD)
     for row in result.rows:
         name = _spelled(row.setting) or _base(said)
         if row.problem is not None:

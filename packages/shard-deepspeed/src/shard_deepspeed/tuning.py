@@ -30,7 +30,8 @@ def worth_trying(
     if world_size == 1 or not config.zero_stage:
         return
     elements = sum(parameter.numel() for parameter in module.parameters())
-    sizes = [size for size in _ELEMENTS if size < min(elements, config.reduce_bucket_size)]
+    whole = elements + elements % 2  # DeepSpeed wants an even number
+    sizes = [size for size in (*_ELEMENTS, whole) if size <= whole and size < config.reduce_bucket_size]
     settings: list[dict[str, Any]] = [{"reduce_bucket_size": size, "allgather_bucket_size": size} for size in sizes]
     if config.zero_stage == 3:
         largest = max(parameter.numel() for parameter in module.parameters())
