@@ -27,18 +27,26 @@ def run_trials(strategy: Strategy, experiment: Experiment, trials: Sequence[Tria
         experiment: What trials have alike.
         trials: What they differ in.
     """
-    for trial in trials:
-        if strategy.is_global_zero:
-            experiment.ledger.begin(trial.number)
-        # Nobody goes ahead: whatever fails from here on is the fault of the trial that was begun last.
-        strategy.barrier("begin of a trial")
-        measured = _measure(experiment, trial)
-        gc.collect()
-        if strategy.root_device.type == "cuda":
-            torch.cuda.empty_cache()
-        strategy.barrier("end of a trial")
-        if strategy.is_global_zero:
-            experiment.ledger.end(trial.number, measured)
+    gc.freeze()  # what is there now is nobody's model, and looking through it after each trial takes long
+    try:
+        for trial in trials:
+            _run(strategy, experiment, trial)
+    finally:
+        gc.unfreeze()
+
+
+def _run(strategy: Strategy, experiment: Experiment, trial: Trial) -> None:
+    if strategy.is_global_zero:
+        experiment.ledger.begin(trial.number)
+    # Nobody goes ahead: whatever fails from here on is the fault of the trial that was begun last.
+    strategy.barrier("begin of a trial")
+    measured = _measure(experiment, trial)
+    gc.collect()
+    if strategy.root_device.type == "cuda":
+        torch.cuda.empty_cache()
+    strategy.barrier("end of a trial")
+    if strategy.is_global_zero:
+        experiment.ledger.end(trial.number, measured)
 
 
 def _measure(experiment: Experiment, trial: Trial) -> Measured:
