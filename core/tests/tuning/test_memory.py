@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from shard_core.tuning.memory import weigh
@@ -21,9 +22,8 @@ def test_a_step_holds_weights_gradients_and_moments():
         optimizer.zero_grad()
         return loss.item()
 
-    step()  # its memory is not that of a step: moments do not exist yet
-    loss, peak = weigh(step, torch.device("cpu"))
-    assert isinstance(loss, float)
+    losses, peak = weigh(step, torch.device("cpu"))
+    assert losses[0] > losses[1]
     # AdamW's loop needs room for one more tensor at a time.
     assert 4 * WEIGHT <= peak <= 6.1 * WEIGHT
 
@@ -38,5 +38,15 @@ def test_what_was_freed_is_not_counted():
     assert 3 * WEIGHT <= weigh(step, torch.device("cpu"))[1] <= 3.01 * WEIGHT
 
 
+def test_what_the_end_of_a_step_needs_is_held_at_its_beginning():
+    moments = torch.ones(3 * WIDTH, WIDTH)
+
+    def step():
+        torch.ones(2 * WIDTH, WIDTH).sum()
+        moments.mul_(0.5)
+
+    assert weigh(step, torch.device("cpu"))[1] == pytest.approx(5 * WEIGHT, rel=0.01)
+
+
 def test_a_device_that_cannot_be_asked_is_not_guessed_at():
-    assert weigh(lambda: 1, torch.device("meta")) == (1, None)
+    assert weigh(lambda: 1, torch.device("meta")) == ([1, 1], None)

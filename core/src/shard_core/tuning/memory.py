@@ -13,25 +13,27 @@ from shard_core._versions import TorchDispatchMode
 T = TypeVar("T")
 
 
-def weigh(step: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
-    """Take a step and measure the memory it needs; it may take much longer than others.
+def weigh(step: Callable[[], T], device: torch.device) -> tuple[list[T], int | None]:
+    """Take two steps and measure the memory the second needs; they may take much longer than others.
 
     Args:
-        step: Takes it.
+        step: Takes one.
         device: Where this rank computes.
 
     Returns:
-        What the step returned, and bytes: on CUDA what the allocator had given out at most, on the CPU the tensors
-        alive at a time among those the step touched; None on other devices, which cannot be asked.
+        What the steps returned, and bytes: on CUDA what the allocator had given out at most, on the CPU the tensors
+        alive at a time among those that steps touch; None on other devices, which cannot be asked.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return step(), torch.cuda.max_memory_allocated(device)
-    if device.type != "cpu":
-        return step(), None
-    with _LiveBytes() as live:
-        result = step()
-    return result, live.peak
+    if device.type == "cpu":
+        with _LiveBytes() as live:
+            first = step()  # meets what lives from step to step
+            live.peak = 0
+            return [first, step()], live.peak
+    first = step()
+    if device.type != "cuda":
+        return [first, step()], None
+    torch.cuda.reset_peak_memory_stats(device)
+    return [first, step()], torch.cuda.max_memory_allocated(device)
 
 
 class _LiveBytes(TorchDispatchMode):

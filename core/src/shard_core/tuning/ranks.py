@@ -75,9 +75,11 @@ def _measure(experiment: Experiment, trial: Trial) -> Measured:
             # Reading a number waits for all the device was told before.
             return float(loss.detach())
 
-        losses = [step() for _ in range(experiment.warm_up - 1)]
-        loss, peak = weigh(step, strategy.root_device) if trial.weighed else (step(), None)
-        losses.append(loss)
+        losses = [step() for _ in range(experiment.warm_up)]
+        peak = None
+        if trial.weighed:
+            weighed, peak = weigh(step, strategy.root_device)
+            losses += weighed
         seconds = []
         for _ in range(experiment.steps):
             began = time.perf_counter()
