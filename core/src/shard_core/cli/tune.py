@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shard_core.tuning.outcome import Outcome
-    from shard_core.tuning.search import Result, Search
+    from shard_core.tuning.rounds import Rounds
+    from shard_core.tuning.search import Result
 
 #: A change of memory that is said beside the time that is won.
 _WORTH_A_WORD = 0.05
@@ -62,21 +63,22 @@ def _tune(name: str, options: Mapping[str, Any], said: dict[str, Any]) -> Result
     get_strategy(name, **run, **options)  # what it is told is checked before the user's script is imported
 
     from shard_core.tuning.experiment import Experiment
-    from shard_core.tuning.search import Search
+    from shard_core.tuning.rounds import Rounds
+    from shard_core.tuning.search import search
 
     with tempfile.TemporaryDirectory(prefix="shard-tune-") as folder:
         recipe = make_recipe(folder, said, rate=1e-3, train_mode=True)
         experiment = Experiment(
             recipe=recipe, strategy=name, run=run, options=options, warm_up=said["warm_up"], steps=said["steps"]
         )
-        search = Search(experiment, rounds=said["rounds"])
-        with _bar(search):
-            return search.run(recipe.prepare())
+        rounds = Rounds(experiment, times=said["rounds"])
+        with _bar(rounds):
+            return search(experiment, rounds, recipe.prepare())
 
 
 @contextlib.contextmanager
-def _bar(search: Search) -> Iterator[None]:
-    """Show how far a search has come, where somebody looks."""
+def _bar(rounds: Rounds) -> Iterator[None]:
+    """Show how far rounds have come, where somebody looks."""
     from rich.console import Console
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -86,7 +88,7 @@ def _bar(search: Search) -> Iterator[None]:
     task = bar.add_task("", total=None)
 
     def look() -> RenderableType:
-        bar.update(task, completed=search.done, total=search.planned or None)
+        bar.update(task, completed=rounds.done, total=rounds.planned or None)
         return bar
 
     with (

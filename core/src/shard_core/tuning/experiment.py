@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from shard_core.selection import get_strategy
 from shard_core.tuning.ledger import Ledger
@@ -13,6 +13,12 @@ from shard_core.tuning.ledger import Ledger
 if TYPE_CHECKING:
     from shard_core.strategy import Strategy
     from shard_core.testing.parity.recipe import Recipe
+
+Setting: TypeAlias = Mapping[str, Any]
+"""Options that are tried beside those the user has chosen."""
+
+DEFAULTS: Final[Setting] = {}
+"""What every setting is compared with: the user's options, and the strategy's defaults for all others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,11 +46,11 @@ class Experiment:
         """Where the ranks write down what they have measured."""
         return Ledger(Path(self.recipe.folder, "ledger.jsonl"))
 
-    def make_strategy(self, setting: Mapping[str, Any]) -> Strategy:
+    def make_strategy(self, setting: Setting = DEFAULTS) -> Strategy:
         """Build the strategy anew; nothing is started by it.
 
         Args:
-            setting: Options beside those the user has chosen.
+            setting: What is tried.
         """
         return get_strategy(self.strategy, **self.run, **{**self.options, **setting})
 
@@ -55,10 +61,10 @@ class Trial:
 
     Attributes:
         number: Its place among all trials.
-        setting: The options that are tried.
+        setting: What is tried.
         weighed: Whether memory is measured as well.
     """
 
     number: int
-    setting: Mapping[str, Any]
+    setting: Setting
     weighed: bool

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shard_core.tuning.experiment import Setting
     from shard_core.tuning.ledger import Measured
 
 #: A difference smaller than this is not worth an option, however surely it is there.
@@ -54,7 +55,7 @@ class Outcome:
         problem: Why there are no figures, in a sentence; None if there are.
     """
 
-    setting: Mapping[str, Any]
+    setting: Setting
     milliseconds: float = math.nan
     ratio: float = math.nan
     noise: float = math.nan
@@ -69,7 +70,7 @@ class Outcome:
         return self.problem is None and self.same_loss and 1 - self.ratio > max(WORTH, self.noise)
 
 
-def outcome(setting: Mapping[str, Any], pairs: Sequence[Pair], tolerance: float) -> Outcome:
+def outcome(setting: Setting, pairs: Sequence[Pair], tolerance: float) -> Outcome:
     """Sum up the rounds of a setting.
 
     Args:
