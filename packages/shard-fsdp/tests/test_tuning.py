@@ -79,4 +79,6 @@ def test_settings_differ_in_memory_and_not_in_losses(tmp_path: Any) -> None:
     assert card["best"] is None or card["best"] in [row["setting"] for row in rows]
     defaults, per_block, kept, *_ = (row["peak_bytes"] for row in rows)
     assert rows[2]["setting"] == {"unit_bytes": 1, "reshard_after_forward": False}
+    block = 128 * 128 * 4
+    assert per_block == pytest.approx(4 * 16 * block / 2 + block, rel=0.1)  # AdamW keeps two moments
     assert per_block < kept < defaults

@@ -115,21 +115,30 @@ def _row(row: Outcome) -> dict[str, Any]:
 
 
 def _sentence(said: Mapping[str, Any], result: Result) -> str:
-    base = _base(said)
+    base, where = _base(said), _where(said)
     if not result.rows:
-        return (
-            f"Strategy {said['strategy']!r} names no setting worth trying besides {base}, for this model{_where(said)}."
-        )
-    if result.best is None:
-        return (
-            f"Keep {base}: no setting that trains the same is faster by more than measurements of one differ among "
-            "themselves."
-        )
-    defaults, best = result.rows[0], result.best
-    says = f"Fastest: {_spelled(best.setting)}, in {best.ratio:.2f} of the time of {base}"
-    if defaults.peak_bytes and best.peak_bytes and abs(best.peak_bytes / defaults.peak_bytes - 1) > _WORTH_A_WORD:
-        says += f" and with {best.peak_bytes / defaults.peak_bytes:.2f} times the memory"
-    return f"{says}."
+        return f"Strategy {said['strategy']!r} names no setting worth trying besides {base}, for this model{where}."
+    defaults, *others = result.rows
+    if result.best is not None:
+        memory = f" and with {_memory(result.best, defaults)}" if _memory(result.best, defaults) else ""
+        return f"Fastest: {_spelled(result.best.setting)}, in {result.best.ratio:.2f} of the time of {base}{memory}."
+    says = f"Keep {base}: no setting that trains the same is faster by more than measurements of one differ."
+    lightest = min((row for row in others if row.is_even and row.peak_bytes), key=_peak, default=defaults)
+    if _peak(lightest) < _peak(defaults) and (memory := _memory(lightest, defaults)):
+        says += f" In a time that cannot be told from theirs, {_spelled(lightest.setting)} trains with {memory}."
+    return says
+
+
+def _memory(row: Outcome, defaults: Outcome) -> str:
+    """Say how much memory a setting takes, if that is another amount and known."""
+    if row.peak_bytes is None or defaults.peak_bytes is None:
+        return ""
+    times = row.peak_bytes / defaults.peak_bytes
+    return f"{times:.2f} times the memory" if abs(times - 1) > _WORTH_A_WORD else ""
+
+
+def _peak(row: Outcome) -> int:
+    return row.peak_bytes or 0
 
 
 def _print(said: Mapping[str, Any], result: Result) -> None:

@@ -51,7 +51,7 @@ class Outcome:
         noise: How far ratios of different rounds lie apart: the range of their middle half.
         peak_bytes: The most a rank held during a step; None if that cannot be told.
         loss_difference: By how much a loss differs at most from the defaults', relatively.
-        same_loss: Whether that is no more than rounding, so that the setting trains as the defaults do.
+        same_loss: Whether it ran and that is no more than rounding, so that it trains as the defaults do.
         problem: Why there are no figures, in a sentence; None if there are.
     """
 
@@ -67,7 +67,12 @@ class Outcome:
     @property
     def is_faster(self) -> bool:
         """Whether it trains as the defaults do, in less time by more than chance and by what is worth an option."""
-        return self.problem is None and self.same_loss and 1 - self.ratio > max(WORTH, self.noise)
+        return self.same_loss and 1 - self.ratio > max(WORTH, self.noise)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it trains as the defaults do, in a time that cannot be told from theirs."""
+        return self.same_loss and abs(1 - self.ratio) <= max(WORTH, self.noise)
 
 
 def outcome(setting: Setting, pairs: Sequence[Pair], tolerance: float) -> Outcome:
