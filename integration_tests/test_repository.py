@@ -31,7 +31,7 @@ ROOMS = {
 }
 #: What only one engine has, and so no room of the house is for.
 OWN_ROOMS = {
-    "shard_fsdp": {"offload", "preparation"},
+    "shard_fsdp": {"offload", "preparation", "tuning"},
     "shard_tp": {"alike", "dropout", "plan"},
     "shard_deepspeed": {"partitions", "settings", "zero"},
 }

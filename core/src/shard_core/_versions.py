@@ -38,6 +38,9 @@ public.
 consist of, two of them private. They are never imported; a pickle that names others is refused. Checked on torch
 2.13.0. They can go when torch writes its metadata as data.
 
+``TorchDispatchMode``: a context that sees every operation, by which memory on the CPU is measured. Checked on torch
+2.13.0. It can go when torch counts the bytes of tensors on the CPU as it does on other devices.
+
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch tells it in public.
 """
@@ -60,6 +63,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "METADATA_CLASSES",
@@ -68,6 +72,7 @@ __all__ = [
     "NEEDS_VALUES",
     "FakeTensor",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "buffers_sent_count_as_changed",
     "default_store",
     "forget_tensors",

@@ -67,6 +67,29 @@ def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
     return _without_ties(module, units)
 
 
+def unit_sizes(module: nn.Module, unit_bytes: int) -> list[int]:
+    """List sizes of units that cut a module in different ways.
+
+    Args:
+        module: The whole module.
+        unit_bytes: The first of them.
+
+    Returns:
+        Values for ``find_units``: the given one, and those among one unit per block, larger ones, quarters of the
+        module and a single unit that come to something else.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(8)])
+        >>> [len(find_units(model, size)) for size in unit_sizes(model, 10_000)]
+        [0, 8, 4]
+    """
+    whole = num_bytes(module)
+    found: dict[tuple[tuple[str, ...], ...], int] = {}
+    for size in (unit_bytes, 1, 4 * unit_bytes, whole // 4, whole):
+        found.setdefault(tuple(unit.names for unit in find_units(module, max(size, 1))), size)
+    return list(found.values())
+
+
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """List a module's repeated blocks: the outermost runs of siblings of one class.
 

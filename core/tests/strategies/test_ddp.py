@@ -49,3 +49,13 @@ def test_unused_parameters_are_named_before_a_step(worlds: Any, deferred: bool) 
         assert "did not reach 2 of them, first 'unused.weight'" in message
         assert "requires_grad_(False)" in message
         assert "find_unused_parameters=True" in message
+
+
+def test_messages_worth_trying_fit_the_model() -> None:
+    strategy, model = get_strategy("ddp"), nn.Linear(1000, 2000)  # 7.6 MiB of gradients
+    proposals = strategy.engine_worth_trying(model, 2)
+    assert next(proposals) == [{"bucket_cap_mb": 1}, {"bucket_cap_mb": 5}]  # of 25 MiB there is one already
+    best = {"bucket_cap_mb": 1}
+    assert proposals.send(best) == [{"bucket_cap_mb": 1, "gradient_as_bucket_view": False}]
+    assert next(get_strategy("ddp", bucket_cap_mb=1).engine_worth_trying(model, 2))[-1] == {"bucket_cap_mb": 8}
+    assert list(strategy.engine_worth_trying(model, 1)) == []

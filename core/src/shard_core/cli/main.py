@@ -10,7 +10,7 @@ import click
 from shard_core.errors import ShardError
 
 #: Every verb is one module of this package, with its click command under the name ``command``.
-VERBS = ("checkpoint", "doctor", "list", "parity", "run", "show")
+VERBS = ("checkpoint", "doctor", "list", "parity", "run", "show", "tune")
 
 
 class _Verbs(click.Group):

@@ -6,24 +6,20 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from shard_core import plugins
-from shard_core.errors import ShardError
-from shard_core.testing.assignment import Assignment, values_of
+from shard_core.cli.own_model import make_recipe, other_output_on_stderr, takes_a_model, unusable
+from shard_core.testing.assignment import values_of
 
 if TYPE_CHECKING:
     from shard_core.strategy import Strategy
     from shard_core.testing.parity.check import Result
     from shard_core.testing.parity.comparison import Row
-    from shard_core.testing.parity.recipe import Recipe
 
 _DIFFERS = 1
 _RANDOM = (
@@ -32,29 +28,12 @@ _RANDOM = (
 )
 
 
-class _Unusable(click.ClickException):
-    """The arguments cannot be used, or nothing could be compared."""
-
-    exit_code = 2
-
-
 @click.command(name="parity")
-@click.argument("make_model", metavar="SCRIPT.PY:MAKE_MODEL")
-@click.option("--strategy", required=True, metavar="NAME", help="The strategy, as `shard list` shows it.")
-@click.option("--batch", metavar="SCRIPT.PY:FUNCTION", help="Returns the batch, where make_model does not.")
-@click.option("--loss", metavar="SCRIPT.PY:FUNCTION", help="function(output, batch), where the model returns no loss.")
-@click.option("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks on this host.")
-@click.option("--accelerator", default="cpu", show_default=True, help="Device type of all runs.")
-@click.option("--precision", default="32-true", show_default=True, help="The strategy's, and plain PyTorch's.")
-@click.option(
-    "--option", "assignments", type=Assignment(), multiple=True, help="What the strategy is told; repeatable."
-)
+@takes_a_model
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Steps on the one batch.")
 @click.option("--optimizer", default="sgd", show_default=True, help="sgd, adamw, or SCRIPT.PY:FUNCTION of the model.")
 @click.option("--tolerance", type=click.FloatRange(min=0.0), help="Relative difference allowed; else by precision.")
-@click.option("--seed", type=click.IntRange(min=0, max=2**32 - 1), default=0, show_default=True)
 @click.option("--train-mode", is_flag=True, help="Leave the model in training mode: with dropout, say.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(context: click.Context, /, strategy: str, assignments: Sequence[tuple[str, str]], **said: Any) -> None:
     """Train your own model in plain PyTorch and under a strategy, and name the first parameter that differs.
@@ -63,14 +42,8 @@ def command(context: click.Context, /, strategy: str, assignments: Sequence[tupl
     arguments, whose tensors begin with the samples. The exit status is 0 if both are the same, 1 if they differ, 2 if
     nothing could be compared.
     """
-    with _other_output_on_stderr(said["as_json"]):
-        try:
-            result = _check(strategy, values_of(assignments, plugins.find(strategy).options), said)
-        except ShardError as error:
-            raise _Unusable(str(error)) from error
-        except Exception as error:
-            click.echo(_users_frames(error), err=True)
-            raise _Unusable(f"nothing could be compared: {type(error).__name__}: {error}") from error
+    with other_output_on_stderr(said["as_json"]), unusable("nothing could be compared"):
+        result = _check(strategy, values_of(assignments, plugins.find(strategy).options), said)
     if said["as_json"]:
         click.echo(json.dumps(_card(strategy, said, result), indent=2))
     else:
@@ -95,55 +68,13 @@ def _check(name: str, options: dict[str, Any], said: dict[str, Any]) -> Result:
 
     with tempfile.TemporaryDirectory(prefix="shard-parity-") as folder, _status() as announce:
         return check(
-            _recipe(folder, said),
+            make_recipe(folder, said, steps=said["steps"], train_mode=said["train_mode"]),
             make_strategy,
             precision=said["precision"],
             device=torch.device("cuda" if said["accelerator"] in ("cuda", "gpu") else "cpu"),
             tolerance=said["tolerance"],
             announce=announce,
         )
-
-
-def _recipe(folder: str, said: dict[str, Any]) -> Recipe:
-    from shard_core.testing.parity.recipe import Recipe, optimizer_named
-    from shard_core.testing.parity.script import ScriptFunction
-
-    return Recipe(
-        make_model=ScriptFunction.of(said["make_model"]),
-        make_batch=ScriptFunction.of(said["batch"]) if said["batch"] else None,
-        loss=ScriptFunction.of(said["loss"]) if said["loss"] else None,
-        optimizer=optimizer_named(said["optimizer"]),
-        steps=said["steps"],
-        seed=said["seed"],
-        train_mode=said["train_mode"],
-        folder=folder,
-    )
-
-
-def _users_frames(error: Exception) -> str:
-    """Format a traceback from the user's own frames on, if there are any: what called them is of no use there."""
-    from shard_core.testing.parity.script import is_script
-
-    told = traceback.TracebackException.from_exception(error)
-    first = next((place for place, frame in enumerate(told.stack) if is_script(frame.filename)), 0)
-    del told.stack[:first]
-    return "".join(told.format())
-
-
-@contextlib.contextmanager
-def _other_output_on_stderr(wanted: bool) -> Iterator[None]:
-    """Let what the user's script prints, on any rank, not stand among the JSON."""
-    if not wanted:
-        yield
-        return
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w") as kept:
-        os.dup2(2, 1)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            os.dup2(kept.fileno(), 1)
 
 
 @contextlib.contextmanager

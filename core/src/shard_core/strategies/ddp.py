@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -119,6 +120,21 @@ class DDPStrategy(TorchEngine, Strategy):
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let gradients add up locally."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+
+    def engine_worth_trying(
+        self, module: torch.nn.Module, world_size: int
+    ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
+        """Name sizes of messages, up to one that holds all gradients."""
+        if world_size == 1:
+            return
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        mebibytes = sum(each.numel() * each.element_size() for each in trained) / 2**20
+        own = self.config.bucket_cap_mb
+        sizes = [size for size in (1, 5, 25, 100, 400) if size < mebibytes and size != own]
+        if own < mebibytes:
+            sizes.append(math.ceil(mebibytes))
+        best = yield [{"bucket_cap_mb": size} for size in sizes]
+        yield [{**best, "gradient_as_bucket_view": not self.config.gradient_as_bucket_view}]
 
     def engine_state(
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]

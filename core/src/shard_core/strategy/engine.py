@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +28,7 @@ class Engine(abc.ABC):
     ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an optimizer that
     comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients``, ``engine_look``
     and ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were
-    checked before.
+    checked before. ``engine_worth_trying`` stands apart: it is asked before anything is started.
     """
 
     #: What is known of the strategy under the name it was asked for.
@@ -203,6 +203,26 @@ class Engine(abc.ABC):
             modules: The user's modules by the user's keys.
             optimizers: Optimizers over them by the user's keys.
         """
+
+    def engine_worth_trying(
+        self, module: torch.nn.Module, world_size: int
+    ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
+        """Name settings that may train a module faster than those the user has, for ``shard tune`` to measure.
+
+        Called on a strategy that was not started. Settings change what a step costs and nothing of what it computes;
+        what only the user can promise, or what holds for certain hardware, is not among them. A strategy with nothing
+        to tune leaves this out.
+
+        Args:
+            module: The user's, in host memory, not set up.
+            world_size: On how many ranks it will be trained.
+
+        Yields:
+            Settings to measure next, each some of the strategy's options by name, in addition to what the user has
+            chosen; sends back the best of all so far, empty if none is better than what the user has.
+        """
+        del module, world_size
+        yield from ()
 
     def engine_teardown(self) -> None:  # noqa: B027 - most engines hold nothing
         """Let go of what was brought up for the modules; ranks are still connected, and perhaps out of step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
 from shard_deepspeed.plugin import DEEPSPEED
 from shard_deepspeed.settings import check_honoured, settings
+from shard_deepspeed.tuning import worth_trying
 from shard_deepspeed.zero import ZeroModule, is_trained
 
 if TYPE_CHECKING:
@@ -189,6 +190,12 @@ class DeepSpeedStrategy(Strategy):
             world_size=self.world_size,
             sharded=[self._zero[module] for module in modules.values() if module in self._zero],
         )
+
+    def engine_worth_trying(
+        self, module: torch.nn.Module, world_size: int
+    ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
+        """Name sizes of messages, what stays whole, and whether messages overlap backward."""
+        return worth_trying(self.config, module, world_size)
 
     def engine_teardown(self) -> None:
         """Take the engines off the modules."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_core import Strategy
@@ -22,6 +22,7 @@ from shard_fsdp.preparation.policy import chosen_by
 from shard_fsdp.preparation.prefetch import set_prefetching
 from shard_fsdp.preparation.recomputation import recompute
 from shard_fsdp.preparation.wrapping import ManualUnits
+from shard_fsdp.tuning import worth_trying
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,12 @@ class FSDPStrategy(TorchEngine, Strategy):
         """Run autograd; what earlier micro-batches kept back must have gone with the last."""
         super().engine_backward(loss, module, **kwargs)
         self._sharding.check_sent(module)
+
+    def engine_worth_trying(
+        self, module: torch.nn.Module, world_size: int
+    ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
+        """Name units, what becomes of them after forward, and when they are gathered."""
+        return worth_trying(self.config, module, world_size)
 
     def engine_checkpoint_form(self) -> str | None:
         """Say which form checkpoints have unless the user names one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from shard_core import Strategy
@@ -21,6 +21,7 @@ from shard_tp.alike import Alike
 from shard_tp.config import TPConfig
 from shard_tp.plan import apply_plan, check_styles, own_plan, split_by
 from shard_tp.plugin import TP
+from shard_tp.tuning import worth_trying
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,12 @@ class TPStrategy(TorchEngine, Strategy):
             self._alike.check_gradients(self._named_gradients(optimizer))
             self._trusted.add(optimizer)
         super().engine_step(optimizer, closure, **kwargs)
+
+    def engine_worth_trying(
+        self, module: torch.nn.Module, world_size: int
+    ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
+        """Name sizes of groups, and of units in them."""
+        return worth_trying(self.config, module, world_size)
 
     def engine_checkpoint_form(self) -> str | None:
         """Say which form checkpoints have unless the user names one."""

@@ -1,0 +1,194 @@
+"""``shard tune``: which of a strategy's settings train the user's own model fastest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shard_core import plugins
+from shard_core.cli.own_model import make_recipe, other_output_on_stderr, takes_a_model, unusable
+from shard_core.testing.assignment import values_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from shard_core.tuning.outcome import Outcome
+    from shard_core.tuning.rounds import Rounds
+    from shard_core.tuning.search import Result
+
+#: A change of memory that is said beside the time that is won.
+_WORTH_A_WORD = 0.05
+
+
+@click.command(name="tune")
+@takes_a_model
+@click.option("--optimizer", default="adamw", show_default=True, help="sgd, adamw, or SCRIPT.PY:FUNCTION of the model.")
+@click.option(
+    "--rounds", type=click.IntRange(min=2), default=5, show_default=True, help="How often each setting takes its turn."
+)
+@click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Timed steps in a turn.")
+@click.option("--warm-up", type=click.IntRange(min=1), default=2, show_default=True, help="Steps before them.")
+def command(strategy: str, assignments: Sequence[tuple[str, str]], **said: Any) -> None:
+    """Train your own model for a few steps under settings of a strategy, and name the fastest.
+
+    MAKE_MODEL returns the model, or the model and a batch: a tensor, a tuple of arguments or a dict of keyword
+    arguments, whose tensors begin with the samples. What --option says is kept. The exit status is 0, or 2 if nothing
+    could be measured.
+    """
+    with other_output_on_stderr(said["as_json"]), unusable("nothing could be measured"):
+        options = values_of(assignments, plugins.find(strategy).options)
+        result = _tune(strategy, options, said)
+    said = {**said, "strategy": strategy, "options": options}
+    if said["as_json"]:
+        click.echo(json.dumps(_card(said, result), indent=2))
+    else:
+        _print(said, result)
+
+
+def _tune(name: str, options: Mapping[str, Any], said: dict[str, Any]) -> Result:
+    from shard_core.precision.policies import resolve_name
+    from shard_core.selection import get_strategy
+
+    said["precision"] = resolve_name(said["precision"])
+    run = {key: said[key] for key in ("devices", "accelerator", "precision")}
+    get_strategy(name, **run, **options)  # what it is told is checked before the user's script is imported
+
+    from shard_core.tuning.experiment import Experiment
+    from shard_core.tuning.rounds import Rounds
+    from shard_core.tuning.search import search
+
+    with tempfile.TemporaryDirectory(prefix="shard-tune-") as folder:
+        recipe = make_recipe(folder, said, rate=1e-3, train_mode=True)
+        experiment = Experiment(
+            recipe=recipe, strategy=name, run=run, options=options, warm_up=said["warm_up"], steps=said["steps"]
+        )
+        rounds = Rounds(experiment, times=said["rounds"])
+        with _bar(rounds):
+            return search(experiment, rounds, recipe.prepare())
+
+
+@contextlib.contextmanager
+def _bar(rounds: Rounds) -> Iterator[None]:
+    """Show how far rounds have come, where somebody looks."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    bar = Progress(TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
+    task = bar.add_task("", total=None)
+
+    def look() -> RenderableType:
+        bar.update(task, completed=rounds.done, total=rounds.planned or None)
+        return bar
+
+    with (
+        Live(get_renderable=look, console=console, transient=True) if console.is_terminal else contextlib.nullcontext()
+    ):
+        yield
+
+
+def _card(said: Mapping[str, Any], result: Result) -> dict[str, Any]:
+    return {
+        **{key: said[key] for key in ("strategy", "devices", "precision", "options", "rounds", "steps", "warm_up")},
+        "best": None if result.best is None else result.best.setting,
+        "says": _sentence(said, result),
+        "rows": [_row(row) for row in result.rows],
+    }
+
+
+def _row(row: Outcome) -> dict[str, Any]:
+    """Make a row JSON, which has no word for infinity."""
+    fields = {**dataclasses.asdict(row), "is_faster": row.is_faster}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()
+    }
+
+
+def _sentence(said: Mapping[str, Any], result: Result) -> str:
+    base, where = _base(said), _where(said)
+    if not result.rows:
+        return f"Strategy {said['strategy']!r} names no setting worth trying besides {base}, for this model{where}."
+    defaults, *others = result.rows
+    if result.best is not None:
+        memory = f" and with {_memory(result.best, defaults)}" if _memory(result.best, defaults) else ""
+        return f"Fastest: {_spelled(result.best.setting)}, in {result.best.ratio:.2f} of the time of {base}{memory}."
+    says = f"Keep {base}: no setting that trains the same is faster by more than measurements of one differ."
+    lightest = min((row for row in others if row.is_even and row.peak_bytes), key=_peak, default=defaults)
+    if _peak(lightest) < _peak(defaults) and (memory := _memory(lightest, defaults)):
+        says += f" In a time that cannot be told from theirs, {_spelled(lightest.setting)} trains with {memory}."
+    return says
+
+
+def _memory(row: Outcome, defaults: Outcome) -> str:
+    """Say how much memory a setting takes, if that is another amount and known."""
+    if row.peak_bytes is None or defaults.peak_bytes is None:
+        return ""
+    times = row.peak_bytes / defaults.peak_bytes
+    return f"{times:.2f} times the memory" if abs(times - 1) > _WORTH_A_WORD else ""
+
+
+def _peak(row: Outcome) -> int:
+    return row.peak_bytes or 0
+
+
+def _print(said: Mapping[str, Any], result: Result) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(f"{said['make_model']} under {said['strategy']}{_where(said)}, {said['precision']}", markup=False)
+    if result.rows:
+        console.print(_table(said, result))
+    console.print(Text(_sentence(said, result)))
+    if result.best is not None:
+        options = {**said["options"], **result.best.setting}
+        arguments = {"precision": said["precision"], **options} if said["precision"] != "32-true" else options
+        console.print(Text(f"\nget_strategy({said['strategy']!r}, {_spelled(arguments)})", "bold"), soft_wrap=True)
+        typed = (shlex.quote(f"{name}={value}") for name, value in options.items())
+        console.print(Text(" ".join(f"--option {each}" for each in typed)), soft_wrap=True)
+
+
+def _table(said: Mapping[str, Any], result: Result) -> Table:
+    from rich import box
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    columns = (Column(heading, justify="right") for heading in ("ms per step", "ratio", "peak memory"))
+    table = Table(Column("setting", overflow="fold"), *columns, "", box=box.SIMPLE_HEAD)
+    for row in result.rows:
+        name = _spelled(row.setting) or _base(said)
+        if row.problem is not None:
+            table.add_row(name, "", "", "", Text(row.problem, "red"))
+            continue
+        verdict = Text("fastest", "green") if result.best and row.setting == result.best.setting else Text("")
+        if not row.same_loss:
+            verdict = Text(f"trains differently: losses differ by {row.loss_difference:.1e}", "red")
+        ratio = f"{row.ratio:.2f} ± {row.noise / 2:.2f}" if row.setting else "1"
+        table.add_row(name, f"{row.milliseconds:.1f}", ratio, _size(row.peak_bytes), verdict)
+    return table
+
+
+def _where(said: Mapping[str, Any]) -> str:
+    return f" on {said['devices']} rank{'s' * (said['devices'] != 1)}"
+
+
+def _base(said: Mapping[str, Any]) -> str:
+    return "what you gave" if said["options"] else "the defaults"
+
+
+def _spelled(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _size(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,45 @@
+"""Which settings may train a model faster, for ``shard tune`` to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shard_core.units import find_units, unit_sizes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_fsdp.config import FSDPConfig
+
+
+def worth_trying(
+    config: FSDPConfig, module: nn.Module, world_size: int
+) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
+    """Name units with and without resharding, then prefetching on the best of them.
+
+    Args:
+        config: What the user has chosen.
+        module: The user's, not set up.
+        world_size: On how many ranks it will be trained.
+
+    Yields:
+        Settings; the best so far is sent back.
+    """
+    if world_size == 1:
+        return
+    by_policy = config.auto_wrap_policy is not None
+    sizes = [config.unit_bytes] if by_policy else unit_sizes(module, config.unit_bytes)
+    layouts = []
+    for size in sizes:
+        layouts.append({"unit_bytes": size})
+        # The root's parameters are kept anyway.
+        if config.reshards is None and (by_policy or find_units(module, size)):
+            layouts.append({"unit_bytes": size, "reshard_after_forward": False})
+    best = yield layouts
+    if by_policy or find_units(module, best.get("unit_bytes", config.unit_bytes)):
+        early = config.backward_prefetch == "backward_pre"
+        yield [
+            {**best, "forward_prefetch": not config.forward_prefetch},
+            {**best, "backward_prefetch": None if early else "backward_pre"},
+        ]
