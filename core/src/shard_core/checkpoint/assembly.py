@@ -1,15 +1,21 @@
-"""Whole tensors put together from the parts that ranks hold, one at a time."""
+"""Whole tensors put together from the parts that ranks hold, a few at a time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from shard_core.checkpoint.storage.portions import portions
+
 if TYPE_CHECKING:
     from shard_core.checkpoint.state import TrainingState
     from shard_core.coordinator import Coordinator
+
+#: How much is on its way between ranks at once: many models have hundreds of tensors of a few bytes.
+_BYTES_AT_ONCE = 1 << 24
 
 
 def full_tensors(
@@ -24,7 +30,7 @@ def full_tensors(
 
     Yields:
         The key and the whole tensor in host memory, on every rank, a tied tensor under each of its keys;
-        memory is that of the largest tensor.
+        memory is that of the largest tensor, or of some small ones.
     """
     parts: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
     layouts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -39,11 +45,21 @@ def full_tensors(
     tied: dict[str, list[str]] = {}
     for name, stored in state.aliases().items():
         tied.setdefault(stored, []).append(name)
-    for key, (shape, dtype) in known.items():
-        mine = [(offsets, view.detach().cpu()) for offsets, view in parts.get(key, [])]
-        whole = torch.empty(shape, dtype=dtype)
-        for offsets, view in (part for theirs in coordinator.gather_objects(mine) for part in theirs):
-            box = tuple(slice(start, start + size) for start, size in zip(offsets, view.shape, strict=True))
-            whole[box] = view
-        for name in (key, *tied.get(key, ())):
-            yield name, whole
+    lengths = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in known.items()}
+    for keys in portions(known, lengths.__getitem__, _BYTES_AT_ONCE):
+        # Copied: a view that is sent takes with it all it is a view of.
+        mine = {key: [(at, view.detach().to("cpu", copy=True)) for at, view in parts.get(key, ())] for key in keys}
+        gathered = coordinator.gather_objects(mine)
+        for key in keys:
+            whole = _joined(*known[key], [part for theirs in gathered for part in theirs[key]])
+            for name in (key, *tied.get(key, ())):
+                yield name, whole
+
+
+def _joined(
+    shape: tuple[int, ...], dtype: torch.dtype, parts: list[tuple[tuple[int, ...], torch.Tensor]]
+) -> torch.Tensor:
+    whole = torch.empty(shape, dtype=dtype)
+    for offsets, part in parts:
+        whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
+    return whole

@@ -63,13 +63,13 @@ class Looking(Talking):
         return {"state": slots, "param_groups": [dict(group) for group in record.groups]}
 
     def full_parameters(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream a module's whole parameters and buffers in host memory, one at a time, on every rank.
+        """Stream a module's whole parameters and buffers in host memory, a few at a time, on every rank.
 
         Args:
             module: What setup returned.
 
         Yields:
-            The user's name and the whole tensor; only the current one takes memory.
+            The user's name and the whole tensor; memory is that of the largest, or of 16 MiB of small ones.
         """
         state = self.engine_state({"model": self._registry.of(module).module}, {})
         for key, tensor in full_tensors(state, self.collectives):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from shard_core.testing.chosen import Chosen, chosen_by_class
+from shard_core.testing.early_scripts import EarlyScripts
 from shard_core.testing.rules import RuleBroken, check_untouched, promise_of, promises_of
 from shard_core.testing.worlds import Worlds
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 #: By class: what is broken or stands on something broken, and which broken promise that is.
 _BROKEN = pytest.StashKey[dict[type, dict[str, str]]]()
-_CHOSEN = pytest.StashKey["dict[type[Conformance], set[str]]"]()
+_CHOSEN = pytest.StashKey["dict[type[Conformance], Chosen]"]()
 _UNJUDGED = pytest.StashKey[bool]()
 _SILENCERS = ("skip", "skipif", "xfail", "usefixtures")
 
@@ -28,6 +30,20 @@ def worlds() -> Iterator[Worlds]:
     session = Worlds()
     yield session
     session.close()
+
+
+@pytest.fixture(scope="session")
+def early_scripts() -> Iterator[EarlyScripts]:
+    """Give the scripts that run beside what is judged; those that nobody waits for end with the session."""
+    session = EarlyScripts()
+    yield session
+    session.close()
+
+
+@pytest.fixture
+def chosen(request: pytest.FixtureRequest) -> Chosen:
+    """Tell what of this conformance class will be judged."""
+    return request.config.stash[_CHOSEN][request.cls]
 
 
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
@@ -51,20 +67,15 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Note what will be judged, after everybody has left out what they wish."""
-    chosen: dict[type[Conformance], set[str]] = {}
-    for item in session.items:
-        promise = promise_of(getattr(item, "obj", None))
-        if promise is not None:
-            chosen.setdefault(_author(item), set()).add(promise.name)
-    session.config.stash[_CHOSEN] = chosen
+    session.config.stash[_CHOSEN] = chosen_by_class(session.items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tell how much of the kit was chosen: what was left out somewhere is not seen otherwise."""
-    for cls, names in config.stash.get(_CHOSEN, {}).items():
+    for cls, chosen in config.stash.get(_CHOSEN, {}).items():
         sizes = " and ".join(map(str, cls.world_sizes))
         terminalreporter.write_line(
-            f"{cls.__name__}: {len(names)} of {len(promises_of(cls))} promises, at world sizes {sizes}, "
+            f"{cls.__name__}: {len(chosen.names)} of {len(promises_of(cls))} promises, at world sizes {sizes}, "
             f"{len(cls.known_failures)} known failures."
         )
 

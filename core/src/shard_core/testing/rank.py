@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import queue
@@ -27,7 +28,7 @@ class Reply:
     """What one rank has to say about one request.
 
     Attributes:
-        value: The pickled return value; empty if the function raised.
+        value: The return value as ``torch.save`` writes it; empty if the function raised.
         error: The traceback as text; empty if the function returned.
         at: When it ended, on the clock all processes of a host share.
     """
@@ -103,6 +104,13 @@ def _reset(environment: dict[str, str], folder: str) -> None:
     torch.manual_seed(0)
 
 
+def _packed(value: Any) -> bytes:
+    """Pack what a function returned, with all its tensors at once: pickling them takes longer one by one."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
 def _run(request: bytes) -> Reply:
     try:
         path, payload = pickle.loads(request)
@@ -111,7 +119,7 @@ def _run(request: bytes) -> Reply:
         value: Any = function(*args)
         if not dist.is_initialized():
             return Reply(error="The default process group was destroyed; whoever joins a group leaves it be.\n")
-        return Reply(value=pickle.dumps(value))
+        return Reply(value=_packed(value))
     except BaseException as error:  # noqa: BLE001 - whatever ends the function is the test's failure
         frames = error.__traceback__.tb_next if error.__traceback__ else None
         return Reply(error="".join(traceback.format_exception(type(error), error, frames)))

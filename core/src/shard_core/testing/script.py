@@ -38,52 +38,64 @@ class Outcome:
         return f"it {how}; it printed:\n{self.output}{self.errors}"
 
 
-def run_python(
-    arguments: Sequence[str],
-    *,
-    folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    timeout: float = 180.0,
-) -> Outcome:
-    """Run this interpreter with arguments, on this process's ``sys.path``.
+class PythonRun:
+    """This interpreter at work in a process of its own, on this process's ``sys.path``.
 
     Args:
         arguments: A script and its arguments, or ``-m`` and a module.
         folder: The working directory; None for this process's.
         environment: Variables to add to this process's.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], folder: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=os.environ
+            | dict(environment or {})
+            | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def outcome(self, timeout: float) -> Outcome:
+        """Wait until it has ended; after some seconds, or when this is interrupted, end it and what it started."""
+        with self._process:
+            try:
+                output, errors = self._process.communicate(timeout=timeout)
+                return Outcome(exit_code=self._process.returncode, output=output, errors=errors, ended=time.time())
+            except subprocess.TimeoutExpired:
+                self.end()
+                output, errors = self._process.communicate()
+                return Outcome(exit_code=None, output=output, errors=errors, ended=time.time())
+            except BaseException:
+                self.end()
+                raise
+
+    def end(self) -> None:
+        """End it with what it has started, whoever waits for it."""
+        # Asked first: a launcher ends the ranks it has started, which may have sessions of their own.
+        self._process.terminate()
+        try:
+            self._process.wait(_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def run_python(arguments: Sequence[str], *, timeout: float = 180.0) -> Outcome:
+    """Run this interpreter with arguments, on this process's ``sys.path``, and wait for it.
+
+    Args:
+        arguments: A script and its arguments, or ``-m`` and a module.
         timeout: Seconds until it is ended, with whatever it started.
 
     Returns:
         How it ended.
     """
-    with subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ
-        | dict(environment or {})
-        | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=timeout)
-            return Outcome(exit_code=process.returncode, output=output, errors=errors, ended=time.time())
-        except subprocess.TimeoutExpired:
-            output, errors = _end(process)
-            return Outcome(exit_code=None, output=output, errors=errors, ended=time.time())
-        except BaseException:
-            _end(process)
-            raise
-
-
-def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    # Asked first: a launcher ends the ranks it has started, which may have sessions of their own.
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.communicate(timeout=_LEAVE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.communicate()
+    return PythonRun(arguments).outcome(timeout)

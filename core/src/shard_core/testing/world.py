@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 import time
@@ -93,7 +94,7 @@ class World:
             if None in replies or not self._in_step():
                 self.close()
             raise RankFailed(report)
-        return [pickle.loads(reply.value) for reply in replies if reply]
+        return [_unpacked(reply.value) for reply in replies if reply]
 
     def close(self) -> None:
         """End the ranks; a later ``run`` starts new ones."""
@@ -136,6 +137,12 @@ def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
             f"and hand it arguments that can be pickled."
         ) from error
     return pickle.dumps((sys.path, payload))
+
+
+def _unpacked(value: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(value), weights_only=False)
 
 
 def _talk() -> None:

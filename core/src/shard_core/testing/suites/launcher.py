@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
 import pickle
 import re
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shard_core.testing.rules import promise
-from shard_core.testing.script import Outcome, run_python
+import pytest
+
+from shard_core.testing.early_scripts import Script
+from shard_core.testing.rules import promise, promises_of
 from shard_core.testing.suites.suite import Suite
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from concurrent.futures import Future
+    from shard_core.testing.chosen import Chosen
+    from shard_core.testing.early_scripts import EarlyScripts
 
 _OWN, _TORCHRUN = "own-ranks", "torchrun"
 _RETURNS, _JOINS = "launch_returns_rank_zeros_result", "joins_torchrun"
@@ -91,29 +87,27 @@ if __name__ == "__main__":
     strategy().launch(fail_on_the_last_rank)
 """
 
-_SCRIPTS = {"working.py": _START + _WORKING, "failing.py": _START + _FAILING}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run:
-    """How a script ended, and what its processes noted on the way."""
-
-    outcome: Outcome
-    notes: Mapping[str, Any]
+_RUNS = ((_WORKING, _OWN), (_WORKING, _TORCHRUN), (_FAILING, _OWN))
 
 
 class Launching(Suite):
     """Ranks start, join, fail and hand back results."""
 
+    @pytest.fixture(autouse=True)
+    def start_scripts(self, chosen: Chosen, early_scripts: EarlyScripts) -> None:
+        """Start all scripts with the first promise of a class, whatever it is about, if a chosen one is about them."""
+        if chosen.names & promises_of(Launching).keys():
+            early_scripts.start(self._script(*run) for run in _RUNS)
+
     @promise(after=("construction_starts_nothing",), every_size=False)
-    def test_launch_returns_rank_zeros_result(self) -> None:
+    def test_launch_returns_rank_zeros_result(self, early_scripts: EarlyScripts) -> None:
         """A plain script's launch starts its own ranks, hands all the arguments, and returns what rank 0 returned.
 
         Usual cause:
             Results of all ranks come back as a list, the last rank's wins, or the arguments are lost on the way.
         """
         size = self.main_size()
-        run = self._run("working.py", _OWN)
+        run = early_scripts.result(self._script(_WORKING, _OWN))
         expected = {"rank": 0, "total": float(sum(7 + rank for rank in range(size)))}
         assert "returned-own" in run.notes, f"launch() did not return: {run.outcome}"
         returned = run.notes["returned-own"]
@@ -126,13 +120,13 @@ class Launching(Suite):
             )
 
     @promise(after=("construction_starts_nothing",), every_size=False)
-    def test_joins_torchrun(self) -> None:
+    def test_joins_torchrun(self, early_scripts: EarlyScripts) -> None:
         """Under torchrun the same script runs in the processes that exist; ranks other than 0 get None from launch.
 
         Usual cause:
             The launcher starts ranks of its own inside each of torchrun's, or counts devices instead of ranks.
         """
-        run = self._run("working.py", _TORCHRUN)
+        run = early_scripts.result(self._script(_WORKING, _TORCHRUN))
         for rank in range(self.main_size()):
             returned = run.notes.get(f"returned-{rank}")
             assert returned, f"launch() did not return on rank {rank}: {run.outcome}"
@@ -142,25 +136,25 @@ class Launching(Suite):
                 assert returned["result"] is None, f"launch() returned {returned['result']!r} on rank {rank}"
 
     @promise(after=(_RETURNS, _JOINS), every_size=False)
-    def test_exit_code_is_zero(self) -> None:
+    def test_exit_code_is_zero(self, early_scripts: EarlyScripts) -> None:
         """A script whose ranks all finish ends with exit code 0, with its own ranks as under torchrun.
 
         Usual cause:
             A thread of the engine is still running when the interpreter shuts down, and aborts the process.
         """
         for way in (_OWN, _TORCHRUN):
-            outcome = self._run("working.py", way).outcome
+            outcome = early_scripts.result(self._script(_WORKING, way)).outcome
             assert outcome.exit_code == 0, f"with {way}, {outcome}"
 
     @promise(after=(_RETURNS,), every_size=False)
-    def test_failing_rank_is_reported(self) -> None:
+    def test_failing_rank_is_reported(self, early_scripts: EarlyScripts) -> None:
         """When a rank raises, its number and its own traceback are printed, all ranks end, and the exit code tells.
 
         Usual cause:
             The exception is swallowed or replaced on its way, or the other ranks wait for the one that is gone.
         """
         last = self.main_size() - 1
-        run = self._run("failing.py", _OWN)
+        run = early_scripts.result(self._script(_FAILING, _OWN))
         outcome = run.outcome
         assert "raised" in run.notes, f"rank {last} never came to raise: {outcome}"
         assert outcome.exit_code is not None, f"the other ranks hang: {outcome}"
@@ -173,14 +167,14 @@ class Launching(Suite):
         assert seconds < _END_SECONDS, f"the ranks ended {seconds:.0f} s after one of them raised: {outcome}"
 
     @promise(after=(_RETURNS,), every_size=False)
-    def test_functions_that_cannot_travel_are_refused(self) -> None:
+    def test_functions_that_cannot_travel_are_refused(self, early_scripts: EarlyScripts) -> None:
         """A lambda, a function inside another and what cannot be pickled get a LaunchError of one sentence.
 
         Usual cause:
             They are handed to new processes unseen and fail there; or they run where no ranks were started. In a
             world of one nothing travels, and they run.
         """
-        answers = self._run("working.py", _OWN).notes.get("refusals", {})
+        answers = early_scripts.result(self._script(_WORKING, _OWN)).notes.get("refusals", {})
         if self.main_size() == 1:
             assert answers.get("lambda") == "a lambda came back", f"in a world of one, a lambda runs: {answers}"
             return
@@ -190,31 +184,13 @@ class Launching(Suite):
             assert what in message, f"what is said does not name the {what}: {message}"
             assert "\n" not in message, f"what is said of the {what} is more than a sentence: {message}"
 
-    def _run(self, script: str, way: str) -> _Run:
+    def _script(self, program: str, way: str) -> Script:
         size = self.main_size()
-        options = {**self.subject.options, "name": self.strategy, "devices": size}
-        return _start_all(size, pickle.dumps(options), tuple(self.environment.items()))[script, way].result()
-
-
-@functools.cache
-def _start_all(
-    size: int, options: bytes, environment: tuple[tuple[str, str], ...]
-) -> Mapping[tuple[str, str], Future[_Run]]:
-    """Start all scripts once for all the promises they are about, and at the same time: each waits a lot."""
-    runs = ("working.py", _OWN), ("working.py", _TORCHRUN), ("failing.py", _OWN)
-    with ThreadPoolExecutor(len(runs)) as threads:
-        return {
-            (script, way): threads.submit(_run, script, way, size, options, dict(environment)) for script, way in runs
-        }
-
-
-def _run(script: str, way: str, size: int, options: bytes, environment: Mapping[str, str]) -> _Run:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    with tempfile.TemporaryDirectory(prefix="shard-launching-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / script).write_text(_SCRIPTS[script])
-        (folder / "options.pickle").write_bytes(options)
-        command = [*(launcher if way == _TORCHRUN else []), str(folder / script), way]
-        outcome = run_python(command, folder=folder, environment=environment)
-        notes = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    return _Run(outcome=outcome, notes=notes)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
+        return Script(
+            text=_START + program,
+            launcher=torchrun if way == _TORCHRUN else (),
+            arguments=(way,),
+            pickled=pickle.dumps({**self.subject.options, "name": self.strategy, "devices": size}),
+            environment=tuple(self.environment.items()),
+        )

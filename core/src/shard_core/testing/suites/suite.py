@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from shard_core import plugins
+from shard_core.testing.fork_server import fork_server
 from shard_core.testing.rules import RuleBroken, promise_of
 from shard_core.testing.subject import Ranks, Subject
 
 if TYPE_CHECKING:
     from shard_core.plugins.info import StrategyInfo
+    from shard_core.testing.chosen import Chosen
     from shard_core.testing.worlds import Worlds
 
 
@@ -79,6 +81,12 @@ class Suite:
     def main_size(self) -> int:
         """Return the number of ranks for what need not be judged at all: two, or what is nearest."""
         return min(self.sizes(), key=lambda size: (abs(size - 2), size))
+
+    @pytest.fixture(autouse=True)
+    def start_fork_servers(self, chosen: Chosen) -> None:
+        """Let what all ranks of a class come from import beside its first promises, which need none."""
+        for rank in range(chosen.most_ranks):
+            fork_server(rank, self.environment)
 
     @pytest.fixture
     def ranks(self, request: pytest.FixtureRequest, worlds: Worlds) -> Ranks:
