@@ -46,7 +46,9 @@ def test_units_differ_and_prefetching_is_tried_on_the_best_of_them() -> None:
     assert prefetching == [
         {"unit_bytes": 1, "reshard_after_forward": False, "forward_prefetch": True},
         {"unit_bytes": 1, "reshard_after_forward": False, "backward_prefetch": None},
+        {"unit_bytes": 1, "reshard_after_forward": False, "forward_prefetch": 2, "backward_prefetch": 2},
     ]
+    assert len(proposed({"unit_bytes": 4 * 10 * 10 * 2})[1]) == 2  # of four units, two ahead would be most
 
 
 def test_what_could_make_no_difference_is_not_tried() -> None:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from shard_fsdp.config import FSDPConfig
 
+#: With fewer, gathering two of them ahead is gathering the model.
+_MANY_UNITS = 6
+
 
 def worth_trying(
     config: FSDPConfig, module: nn.Module, world_size: int
@@ -37,9 +40,13 @@ def worth_trying(
         if config.reshards is None and (by_policy or find_units(module, size)):
             layouts.append({"unit_bytes": size, "reshard_after_forward": False})
     best = yield layouts
-    if by_policy or find_units(module, best.get("unit_bytes", config.unit_bytes)):
+    units = find_units(module, best.get("unit_bytes", config.unit_bytes))
+    if by_policy or units:
         early = config.backward_prefetch == "backward_pre"
-        yield [
-            {**best, "forward_prefetch": not config.forward_prefetch},
-            {**best, "backward_prefetch": None if early else "backward_pre"},
+        ahead: list[Mapping[str, Any]] = [
+            {"forward_prefetch": not config.forward_prefetch},
+            {"backward_prefetch": None if early else "backward_pre"},
         ]
+        if len(units) >= _MANY_UNITS:
+            ahead.append({"forward_prefetch": 2, "backward_prefetch": 2})
+        yield [{**best, **each} for each in ahead]
