@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
+import safetensors.numpy
 import torch
+import xxhash
 from failing_store import FailingStore
 from thread_ranks import all_ranks, on_ranks
 from torch import nn
@@ -123,3 +126,29 @@ def test_what_fails_on_the_rank_that_reads_is_raised_on_every_rank():
             assert all(map(torch.equal, model.parameters(), _Model(2).parameters()))
         request += 1
     assert request > 10
+
+
+def test_an_index_that_is_wrong_about_what_one_rank_reads_is_refused_on_all():
+    """Rank 0 and rank 1 read halves of the matrix, in a file each; the bias is where one of the halves is."""
+
+    def save_on(coordinator):
+        state = _state(_Model(1), coordinator, 2)
+        ShardedCheckpointIO().save(URL, state, {}, coordinator=coordinator, information={})
+
+    FailingStore.store.clear()
+    all_ranks(2, save_on)
+    store, index = FailingStore(), f"{URL}/index.safetensors"
+    columns = {name: column.copy() for name, column in safetensors.numpy.load(store.cat_file(index)).items()}
+    bias, *halves = zip(columns["file"].tolist(), columns["begin"].tolist(), strict=True)
+    columns["begin"][0] = next(begin for file, begin in halves if file == bias[0])
+    raw = safetensors.numpy.save(columns)
+    store.pipe_file(index, raw)
+    manifest = json.loads(store.cat_file(f"{URL}/manifest.json"))
+    del manifest["digest"]
+    manifest["index"] |= {"bytes": len(raw), "digest": xxhash.xxh3_64_hexdigest(raw)}
+    body = json.dumps(manifest)[:-1].encode()
+    store.pipe_file(f"{URL}/manifest.json", body + b', "digest": "%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode())
+    FailingStore.given.clear()
+    for error in on_ranks(2, _load_on([_Model(2), _Model(3)], parts=2)):
+        assert f"rank {bias[0]}: the index of chunks gives some bytes of a file to two chunks" in str(error)
+    assert not _given()

@@ -58,6 +58,26 @@ class TensorReader:
         """Tell what must be read for a box of a tensor."""
         return [Read(key=key, chunk=chunk, box=common) for chunk, common in self._index.overlaps(key, box)]
 
+    def check_apart(self, reads: Iterable[Read]) -> None:
+        """Make sure that no byte about to be read belongs to two chunks.
+
+        Raises:
+            CheckpointCorrupted: If one does.
+        """
+        chunks = {
+            (
+                read.chunk.file,
+                read.chunk.begin,
+                read.chunk.begin + self._chunk_bytes(read),
+                read.key,
+                read.chunk.box.offsets,
+            )
+            for read in reads
+        }
+        for (file, _, end, *_), (other, begin, *_) in itertools.pairwise(sorted(chunks)):
+            if file == other and begin < end:
+                raise CheckpointCorrupted(SHARED_BYTES)
+
     def hand_on(self, reads: Iterable[Read], coordinator: Coordinator, doing: str) -> None:
         """Let one rank bring what several are about to read, and hand it on; every rank calls this.
 
@@ -120,25 +140,15 @@ class TensorReader:
         self._maps.release()
 
     def _blocks_of(self, reads: Iterable[Read]) -> dict[FileRange, tuple[str, int]]:
-        """Tell which blocks are needed, whose they are, and their digests.
-
-        Raises:
-            CheckpointCorrupted: If bytes of a file belong to two chunks.
-        """
+        """Tell which blocks are needed, whose they are, and their digests."""
         needed: dict[FileRange, tuple[str, int]] = {}
-        chunks: set[tuple[FileRange, str, tuple[int, ...]]] = set()
         for read in reads:
             end = read.chunk.begin + self._chunk_bytes(read)
-            where = FileRange(read.chunk.file, read.chunk.begin, end)
-            chunks.add((where, read.key, read.chunk.box.offsets))
             first, last = self._blocks(read)
             for block in range(first, last):
                 begin = read.chunk.begin + block * BLOCK_BYTES
                 where = FileRange(read.chunk.file, begin, min(begin + BLOCK_BYTES, end))
                 needed[where] = read.key, read.chunk.digests[block]
-        for (one, *_), (other, *_) in itertools.pairwise(sorted(chunks)):
-            if one.file == other.file and one.stop > other.start:
-                raise CheckpointCorrupted(SHARED_BYTES)
         return needed
 
     def _source(self, read: Read) -> torch.Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +72,7 @@ class Restoration:
             self._remainder = [*self._manifest.modules, *self._manifest.optimizers]
         else:
             self._compare(self._state)
+        self._reader.check_apart(self._reads())
         self._differences += missing_values(self._asked_values, self._manifest)
         if self._differences and self._strict:
             raise CheckpointMismatch(
@@ -82,10 +82,7 @@ class Restoration:
 
     def hand_on(self, coordinator: Coordinator, doing: str) -> None:
         """Let one rank bring what several are about to read, if it is worthwhile; see ``TensorReader.hand_on``."""
-        values = [tensor for tensor in self._manifest.tensors if tensor.key.startswith(VALUE_PREFIX)]
-        reads = [self._reader.plan(tensor.key, Box.whole(tensor.shape)) for tensor in values]
-        reads += [reads for _, reads in self._planned]
-        self._reader.hand_on(itertools.chain.from_iterable(reads), coordinator, doing)
+        self._reader.hand_on(self._reads(), coordinator, doing)
 
     def verify(self) -> None:
         """Verify the digests of what will be read, and read the values.
@@ -150,6 +147,14 @@ class Restoration:
             for key in self._manifest.optimizers
             if key not in saved or not any((saved[key].module, name) in here for name in saved[key].names)
         ]
+
+    def _reads(self) -> Iterator[Read]:
+        """Give all that will be read, the user's values included."""
+        for tensor in self._manifest.tensors:
+            if tensor.key.startswith(VALUE_PREFIX):
+                yield from self._reader.plan(tensor.key, Box.whole(tensor.shape))
+        for _, reads in self._planned:
+            yield from reads
 
     def _stored_value(self, name: Any) -> torch.Tensor:
         if not isinstance(name, str) or name not in self._index:
