@@ -40,7 +40,6 @@ from shard_core.strategies.plugin import SINGLE
 class Config:
     pace: str = option("steady", "how long a step takes")
     polished: bool = option(False, "whether it takes a little less")
-    waste: int = option(0, "how many bytes are held for nothing")
     among: tuple = option(("slow", "steady"), "which paces are worth trying")
 
 @hookimpl
@@ -59,14 +58,12 @@ import os
 import time
 import weakref
 
-import torch
 from paced_plugin import Config
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import SetupError
 from shard_core.strategies.single import SingleStrategy
 
-held = []
-SECONDS = {"light": 0.03, "slow": 0.06, "steady": 0.03, "fast": 0.01, "wrong": 0.0, "broken": 0.0, "deadly": 0.0}
+SECONDS = {"slow": 0.06, "steady": 0.03, "fast": 0.01, "wrong": 0.0, "broken": 0.0, "deadly": 0.0}
 earlier = weakref.WeakSet()
 
 class Paced:
@@ -88,7 +85,6 @@ class Paced:
         return super().engine_setup(module, optimizers, names)
 
     def engine_backward(self, loss, module, **more):
-        held[:] = [torch.ones(self.config.waste if self.config.pace != "light" else 0, dtype=torch.uint8)]
         time.sleep(SECONDS[self.config.pace] * (0.5 if self.config.polished else 1))
         super().engine_backward(loss * (-1 if self.config.pace == "wrong" else 1), module, **more)
 
@@ -163,12 +159,6 @@ def test_defaults_that_are_fastest_are_kept(script, paces):
     said = text(tune(script, *among("slow")))
     assert "Keep what you gave: no setting that trains the same is faster" in said
     assert "get_strategy" not in said
-
-
-def test_less_memory_in_the_same_time_is_told(script, paces):
-    said = text(tune(script, "--option", "waste=1000000", "--rounds", 3, *among("light")))
-    assert "Keep what you gave" in said
-    assert "In a time that cannot be told from theirs, pace='light' trains with 0.00 times the memory." in said
 
 
 def test_what_the_user_has_said_is_kept(script, paces):

@@ -16,6 +16,7 @@ import click
 from shard_core import plugins
 from shard_core.cli.own_model import make_recipe, other_output_on_stderr, takes_a_model, unusable
 from shard_core.testing.assignment import values_of
+from shard_core.tuning.verdict import spelled, verdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from shard_core.tuning.outcome import Outcome
     from shard_core.tuning.rounds import Rounds
     from shard_core.tuning.search import Result
-
-#: A change of memory that is said beside the time that is won.
-_WORTH_A_WORD = 0.05
 
 
 @click.command(name="tune")
@@ -118,27 +116,7 @@ def _sentence(said: Mapping[str, Any], result: Result) -> str:
     base, where = _base(said), _where(said)
     if not result.rows:
         return f"Strategy {said['strategy']!r} names no setting worth trying besides {base}, for this model{where}."
-    defaults, *others = result.rows
-    if result.best is not None:
-        memory = f" and with {_memory(result.best, defaults)}" if _memory(result.best, defaults) else ""
-        return f"Fastest: {_spelled(result.best.setting)}, in {result.best.ratio:.2f} of the time of {base}{memory}."
-    says = f"Keep {base}: no setting that trains the same is faster by more than measurements of one differ."
-    lightest = min((row for row in others if row.is_even and row.peak_bytes), key=_peak, default=defaults)
-    if _peak(lightest) < _peak(defaults) and (memory := _memory(lightest, defaults)):
-        says += f" In a time that cannot be told from theirs, {_spelled(lightest.setting)} trains with {memory}."
-    return says
-
-
-def _memory(row: Outcome, defaults: Outcome) -> str:
-    """Say how much memory a setting takes, if that is another amount and known."""
-    if row.peak_bytes is None or defaults.peak_bytes is None:
-        return ""
-    times = row.peak_bytes / defaults.peak_bytes
-    return f"{times:.2f} times the memory" if abs(times - 1) > _WORTH_A_WORD else ""
-
-
-def _peak(row: Outcome) -> int:
-    return row.peak_bytes or 0
+    return verdict(result, base)
 
 
 def _print(said: Mapping[str, Any], result: Result) -> None:
@@ -153,7 +131,7 @@ def _print(said: Mapping[str, Any], result: Result) -> None:
     if result.best is not None:
         options = {**said["options"], **result.best.setting}
         arguments = {"precision": said["precision"], **options} if said["precision"] != "32-true" else options
-        console.print(Text(f"\nget_strategy({said['strategy']!r}, {_spelled(arguments)})", "bold"), soft_wrap=True)
+        console.print(Text(f"\nget_strategy({said['strategy']!r}, {spelled(arguments)})", "bold"), soft_wrap=True)
         typed = (shlex.quote(f"{name}={value}") for name, value in options.items())
         console.print(Text(" ".join(f"--option {each}" for each in typed)), soft_wrap=True)
 
@@ -166,7 +144,7 @@ def _table(said: Mapping[str, Any], result: Result) -> Table:
     columns = (Column(heading, justify="right") for heading in ("ms per step", "ratio", "peak memory"))
     table = Table(Column("setting", overflow="fold"), *columns, "", box=box.SIMPLE_HEAD)
     for row in result.rows:
-        name = _spelled(row.setting) or _base(said)
+        name = spelled(row.setting) or _base(said)
         if row.problem is not None:
             table.add_row(name, "", "", "", Text(row.problem, "red"))
             continue
@@ -184,10 +162,6 @@ def _where(said: Mapping[str, Any]) -> str:
 
 def _base(said: Mapping[str, Any]) -> str:
     return "what you gave" if said["options"] else "the defaults"
-
-
-def _spelled(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _size(count: int | None) -> str:
