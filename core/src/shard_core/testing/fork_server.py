@@ -138,7 +138,9 @@ _COMMAND = """\
 import sys
 descriptor, sys.path[:] = int(sys.argv[1]), sys.argv[2:]
 from shard_core.testing import fork_server, rank
+import torch
 from shard_core.strategies import ddp  # for what it imports: strategies have most of it in common
+torch.compiler.reset()  # for what it imports: optimizers ask the compiler
 fork_server.serve(descriptor, rank.serve)
 """
 
