@@ -27,11 +27,11 @@ BACKENDS = sorted(file.parent for file in ROOT.glob("packages/[!_]*/pyproject.to
 ROOMS_OF_ALL = ("__init__", "plugin", "strategy")
 ROOMS = {
     *("__init__", "py.typed", "__pycache__", "plugin", "config", "strategy"),
-    *("collectives", "precision", "checkpoint", "launcher", "_versions"),
+    *("collectives", "precision", "checkpoint", "launcher", "tuning", "_versions"),
 }
 #: What only one engine has, and so no room of the house is for.
 OWN_ROOMS = {
-    "shard_fsdp": {"offload", "preparation", "tuning"},
+    "shard_fsdp": {"offload", "preparation"},
     "shard_tp": {"alike", "dropout", "plan"},
     "shard_deepspeed": {"partitions", "settings", "zero"},
 }
