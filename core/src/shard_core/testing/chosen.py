@@ -11,8 +11,6 @@ from shard_core.testing.rules import promise_of
 if TYPE_CHECKING:
     import pytest
 
-    from shard_core.testing.conformance import Conformance
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chosen:
@@ -27,10 +25,10 @@ class Chosen:
     most_ranks: int
 
 
-def chosen_by_class(items: Iterable[pytest.Item]) -> dict[type[Conformance], Chosen]:
+def chosen_by_class(items: Iterable[pytest.Item]) -> dict[type, Chosen]:
     """Sum up the cases of a session, by class."""
-    names: dict[type[Conformance], set[str]] = {}
-    ranks: dict[type[Conformance], int] = {}
+    names: dict[type, set[str]] = {}
+    ranks: dict[type, int] = {}
     for item in items:
         held, cls = promise_of(getattr(item, "obj", None)), getattr(item, "cls", None)
         if held is not None and cls is not None:
