@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shard_core.checkpoint.shard import FlatPart
 from shard_deepspeed import _versions
 
-if TYPE_CHECKING:
-    from shard_deepspeed.zero import Trained
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Trained:
+    """One trained parameter.
+
+    Attributes:
+        parameter: The module's.
+        part: What of it this rank steps; its values are the optimizer's own parameter.
+        reached: Whether the backward that runs, or ran last, has made a gradient for it.
+        waits: Whether there is a gradient that is not averaged yet.
+    """
+
+    parameter: torch.nn.Parameter
+    part: FlatPart
+    reached: bool = False
+    waits: bool = False
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Be told by autograd of a gradient."""
+        del parameter
+        self.reached = self.waits = True
 
 
 class Partitions(abc.ABC):

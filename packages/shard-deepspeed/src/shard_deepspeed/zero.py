@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,33 +13,11 @@ from shard_core.errors import SetupError
 from shard_core.gradients import LocalGradient
 from shard_core.inference_mode import NoInferenceMode
 from shard_deepspeed import _versions
-from shard_deepspeed.partitions import partitions, shard_part
+from shard_deepspeed.partitions import Trained, partitions, shard_part
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.shard import FlatPart
     from shard_core.parameters import ParameterNames
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Trained:
-    """One trained parameter.
-
-    Attributes:
-        parameter: The module's.
-        part: What of it this rank steps; its values are the optimizer's own parameter.
-        reached: Whether the backward that runs, or ran last, has made a gradient for it.
-        waits: Whether there is a gradient that is not averaged yet.
-    """
-
-    parameter: torch.nn.Parameter
-    part: FlatPart
-    reached: bool = False
-    waits: bool = False
-
-    def note(self, parameter: torch.Tensor) -> None:
-        """Be told by autograd of a gradient."""
-        del parameter
-        self.reached = self.waits = True
 
 
 class ZeroModule:
