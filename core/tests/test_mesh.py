@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
+import torch
 
 from shard_core.errors import InvalidOption
-from shard_core.mesh import DATA_AXIS, MeshShape
+from shard_core.mesh import DATA_AXIS, MeshShape, arranged
 
 
 def _build(axes):
@@ -81,3 +83,16 @@ def test_ranks_stand_along_the_axes_in_order(worlds, world_size):
 def test_shapes_need_no_torch():
     program = "import sys, shard_core.mesh as m; m.MeshShape({'a': 'auto'}).fitted(4); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def _groups():
+    ranks = torch.arange(2).view(1, 2)
+    waits = (timedelta(seconds=60), timedelta(seconds=60), timedelta(seconds=90))
+    meshes = [arranged(ranks, names, "cpu", wait) for names, wait in zip(("ab", "cd", "ab"), waits, strict=True)]
+    return [id(group) for mesh in meshes for group in mesh.get_all_groups()]
+
+
+def test_a_group_serves_all_meshes_that_have_its_ranks_in_line(worlds):
+    for alone, together, alone_again, together_again, *longer in worlds(2).run(_groups):
+        assert (alone, together) == (alone_again, together_again)
+        assert not {alone, together} & set(longer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shard_core.errors import InvalidOption, nearest
@@ -13,7 +14,13 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+
+    _Lines = tuple[tuple[tuple[int, ...], ...], timedelta | None]
+
+#: The groups of ranks that were made, for each world: which ranks stand in line, and how long they wait.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Lines, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 DATA_AXIS: Final = "data_parallel"
 """The axis whose ranks see different data; ranks that differ along other axes see the same."""
@@ -160,17 +167,30 @@ def arranged(
         device_type: ``"cpu"``, ``"cuda"``, ...
         timeout: How long a collective along one axis may take; None for torch's own default.
     """
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     if ranks.dim() == 1:
         return DeviceMesh(device_type, ranks, mesh_dim_names=names)
-    groups = []
-    for axis, size in enumerate(ranks.shape):
-        lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
-        groups.append(group)
+    lines = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ranks.shape)]
+    groups = [_group(each, timeout) for each in lines]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _group(lines: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Give this rank's group of those along one axis; one that was made before serves again.
+
+    A group has threads and sockets and could not be left: torch remembers layouts, and with them the groups of meshes
+    that are gone, for others that look the same.
+    """
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, {})
+    key = tuple(map(tuple, lines)), timeout
+    if key not in made:
+        made[key], _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+    return made[key]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

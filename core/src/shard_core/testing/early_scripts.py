@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 _LONGEST_SECONDS = 180.0
-#: What is judged meanwhile goes first; scripts take the time in which others wait.
-_NICE = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ def _start(script: Script, folder: Path) -> PythonRun:
     program = folder / "script.py"
     program.write_text(script.text)
     (folder / "options.pickle").write_bytes(script.pickled)
-    return PythonRun([*script.launcher, str(program), *script.arguments], folder, dict(script.environment), nice=_NICE)
+    return PythonRun([*script.launcher, str(program), *script.arguments], folder, dict(script.environment))
 
 
 def _follow(run: PythonRun, folder: tempfile.TemporaryDirectory[str]) -> ScriptRun:

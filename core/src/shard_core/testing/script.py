@@ -45,7 +45,6 @@ class PythonRun:
         arguments: A script and its arguments, or ``-m`` and a module.
         folder: The working directory; None for this process's.
         environment: Variables to add to this process's.
-        nice: How far it stands back behind other processes for time, from 0 to 19.
     """
 
     def __init__(
@@ -53,8 +52,6 @@ class PythonRun:
         arguments: Sequence[str],
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        *,
-        nice: int = 0,
     ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -69,7 +66,6 @@ class PythonRun:
             # A group is enough to end it by. A session of its own might be given as much time as this one has.
             process_group=0,
         )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, nice)
 
     def outcome(self, timeout: float) -> Outcome:
         """Wait until it has ended; after some seconds, or when this is interrupted, end it and what it started."""
