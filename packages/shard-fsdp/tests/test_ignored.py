@@ -106,6 +106,8 @@ def test_things_themselves_are_found() -> None:
         ({"ignored_modules": [nn.Bilinear]}, "ignored_modules names Bilinear, of which the model has none"),
         ({"ignored_states": ["head"]}, "ignored_states names 'head', which the model does not have; did you mean"),
         ({"ignored_states": [nn.Parameter(torch.ones(1))]}, "ignored_states holds a Parameter that is no part"),
+        ({"ignored_modules": [""]}, "ignored_modules names '', which the model does not have"),
+        ({"ignored_modules": ["*"]}, "ignored_modules and ignored_states leave no parameter to shard; name fewer"),
         ({"ignored_states": [3]}, "ignored_states holds a int that is no part of the model"),
         ({"ignored_states": "head"}, "ignored_states is 'head'; give a list"),
         ({"ignored_modules": nn.Linear}, "ignored_modules is <class 'torch.nn.modules.linear.Linear'>; give a list"),

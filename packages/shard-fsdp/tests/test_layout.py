@@ -26,7 +26,7 @@ from shard_core.testing.training import set_up, train_under
         (
             "fsdp",
             {"sharding_strategy": "FULL_SHARD", "device_mesh": (2, 2)},
-            r"'FULL_SHARD' makes one copy over all ranks, but device_mesh \(2, 2\) makes several; leave one of them",
+            r"'FULL_SHARD' makes one copy over all ranks, but device_mesh \(2, 2\) has an axis of copies; leave",
         ),
         ("hsdp", {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, "'SHARD_GRAD_OP' makes one copy"),
         ("hsdp", {"sharding_strategy": "NO_SHARD"}, "'NO_SHARD' leaves no choice to device_mesh"),

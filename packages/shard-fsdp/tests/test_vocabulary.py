@@ -4,7 +4,17 @@ import inspect
 from typing import Any
 
 import pytest
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, OffloadPolicy, StateDictType, fully_shard
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    StateDictType,
+    fully_shard,
+)
 
 from shard_core import get_strategy
 from shard_core.errors import InvalidOption
@@ -39,6 +49,11 @@ def test_what_has_no_counterpart_is_refused_with_its_reason(word: str) -> None:
         ({"use_orig_params": False}, "use_orig_params is False; .* makes no flat ones: give True, or leave it out"),
         ({"state_dict_type": "sharde"}, "state_dict_type is 'sharde'; did you mean 'sharded'"),
         ({"state_dict_type": StateDictType.LOCAL_STATE_DICT}, "LOCAL_STATE_DICT.* it can be: sharded, full"),
+        (
+            {"mixed_precision": MixedPrecisionPolicy(param_dtype="bf16")},
+            "mixed_precision has param_dtype='bf16'; give a floating dtype such as torch.bfloat16",
+        ),
+        ({"mixed_precision": MixedPrecision(reduce_dtype=torch.int8)}, "has reduce_dtype=torch.int8; give a floating"),
         ({"cpu_offload": "yes"}, "cpu_offload is 'yes'; give True, False, or torch's CPUOffload"),
     ],
 )
@@ -56,6 +71,12 @@ def test_a_strategy_does_what_its_name_says(value: Any) -> None:
 @pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, "full"])
 def test_torchs_name_for_a_form_is_understood(kind: Any) -> None:
     assert get_strategy("fsdp", state_dict_type=kind).config.state_dict_type == "full"
+
+
+def test_what_is_as_clear_in_other_words_is_taken() -> None:
+    given = {"sharding_strategy": "shard_grad_op", "auto_wrap_policy": nn.Linear, "ignored_states": None}
+    config = get_strategy("fsdp", **given).config
+    assert config == get_strategy("fsdp", sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy=(nn.Linear,)).config
 
 
 def test_what_the_engine_always_does_may_be_said() -> None:

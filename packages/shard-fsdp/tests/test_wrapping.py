@@ -165,7 +165,6 @@ def test_a_policy_that_cannot_be_followed_gets_a_sentence(policy: Any, message: 
     [
         ("Block", "auto_wrap_policy is 'Block'; give a set of classes"),
         ({"Block"}, "auto_wrap_policy names 'Block'; name classes of modules"),
-        (Block, "give a set of classes"),
         (set(), "give a set of classes"),
         (3, "auto_wrap_policy is 3"),
     ],

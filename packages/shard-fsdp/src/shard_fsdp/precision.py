@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch.distributed.fsdp import MixedPrecision as WrapperPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -15,8 +16,6 @@ from shard_core.precision.mixed import MixedPrecision
 from shard_core.precision.true import TruePrecision
 
 if TYPE_CHECKING:
-    import torch
-
     from shard_core.precision.interface import Precision, PrecisionPolicy
 
 _UNSAID: Final = "32-true"
@@ -50,13 +49,21 @@ def check_mixed_precision(given: Any) -> None:
     Raises:
         InvalidOption: If it has the wrong type, or asks for what ``fully_shard`` does not do.
     """
-    if given is None or isinstance(given, MixedPrecisionPolicy):
+    if given is None:
         return
-    if not isinstance(given, WrapperPrecision):
+    if not isinstance(given, MixedPrecisionPolicy | WrapperPrecision):
         raise InvalidOption(
             f"mixed_precision is {given!r}; give torch's MixedPrecision or MixedPrecisionPolicy, or leave it out and "
             "say precision='bf16-mixed'."
         )
+    for field in _DTYPES:
+        dtype = getattr(given, field, None)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InvalidOption(
+                f"mixed_precision has {field}={dtype!r}; give a floating dtype such as torch.bfloat16, or None."
+            )
+    if isinstance(given, MixedPrecisionPolicy):
+        return
     for field, reason in _WITHOUT_COUNTERPART.items():
         if getattr(given, field) != getattr(WrapperPrecision(), field):
             raise InvalidOption(f"mixed_precision has {field}={getattr(given, field)!r}; {reason}.")
@@ -67,6 +74,7 @@ def check_mixed_precision(given: Any) -> None:
         )
 
 
+_DTYPES: Final = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 _WITHOUT_COUNTERPART: Final = {
     "keep_low_precision_grads": "gradients have the dtype of the parameters that are stepped: leave it out",
     "_module_classes_to_ignore": "a unit has one dtype: leave it out, or say precision='bf16-mixed', which "

@@ -62,7 +62,7 @@ class LayoutOptions:
         Traceback (most recent call last):
         ...
         shard_core.errors.InvalidOption: sharding_strategy 'FULL_SHARD' makes one copy over all ranks, but device_mesh \
-(2, 4) makes several; leave one of them out.
+(2, 4) has an axis of copies; leave one of them out.
     """
 
     sharding_strategy: str | ShardingStrategy | None = option(
@@ -151,18 +151,19 @@ class LayoutOptions:
         if strategy == "NO_SHARD" and mesh is not None:
             raise InvalidOption("sharding_strategy 'NO_SHARD' leaves no choice to device_mesh; leave one of them out.")
         if mesh is not None and self.has_copies != (self._arrangement.sizes is not None):
-            made = ("one copy over all ranks", "several") if self.has_copies else ("a copy on each host", "one")
+            made, has = "a copy on each host", "no axis of copies"
+            if self.has_copies:
+                made, has = "one copy over all ranks", "an axis of copies"
             raise InvalidOption(
-                f"sharding_strategy {strategy!r} makes {made[0]}, but device_mesh {mesh} makes {made[1]}; leave one of "
-                "them out."
+                f"sharding_strategy {strategy!r} makes {made}, but device_mesh {mesh} has {has}; leave one of them out."
             )
 
 
 def _checked_strategy(name: object) -> str:
-    if not isinstance(name, str) or name not in _ARRANGEMENTS:
+    if not isinstance(name, str) or name.upper() not in _ARRANGEMENTS:
         hint = nearest(str(name), _ARRANGEMENTS) or ";"
         raise InvalidOption(f"sharding_strategy is {name!r}{hint} it can be: {', '.join(_ARRANGEMENTS)}.")
-    return name
+    return name.upper()
 
 
 def _checked_mesh(mesh: Any) -> Sizes | DeviceMesh:

@@ -27,8 +27,10 @@ class PreparationOptions:
     unit_bytes: int = option(
         64 * 2**20, "neighbouring blocks share one message until it carries this many bytes of parameters"
     )
-    auto_wrap_policy: Collection[type[nn.Module]] | Callable[..., bool] | CustomPolicy | None = option(
-        None, "which submodules are units, instead of unit_bytes: their classes, or a policy of torch's signature"
+    auto_wrap_policy: type[nn.Module] | Collection[type[nn.Module]] | Callable[..., bool] | CustomPolicy | None = (
+        option(
+            None, "which submodules are units, instead of unit_bytes: their classes, or a policy of torch's signature"
+        )
     )
     activation_checkpointing: type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool] | None = (
         option(None, "submodules that compute their activations again in backward: their class, classes, or a function")
@@ -66,6 +68,8 @@ class PreparationOptions:
         """Check types and values, and bring ``backward_prefetch`` to one spelling."""
         if isinstance(self.unit_bytes, bool) or not isinstance(self.unit_bytes, int) or self.unit_bytes < 1:
             raise InvalidOption(f"unit_bytes is {self.unit_bytes!r}; give a whole number of bytes from 1 up.")
+        if isinstance(self.auto_wrap_policy, type):
+            object.__setattr__(self, "auto_wrap_policy", (self.auto_wrap_policy,))
         checks.policy("auto_wrap_policy", self.auto_wrap_policy)
         checks.layers("activation_checkpointing", self.activation_checkpointing)
         if not isinstance(self.compile, bool | Mapping):
@@ -74,6 +78,8 @@ class PreparationOptions:
                 "{'mode': 'max-autotune'}."
             )
         for name in ("ignored_modules", "ignored_states"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
             checks.collection(name, getattr(self, name))
         object.__setattr__(self, "backward_prefetch", checks.backward_prefetch(self.backward_prefetch))
         if not isinstance(self.forward_prefetch, int) or self.forward_prefetch < 0:

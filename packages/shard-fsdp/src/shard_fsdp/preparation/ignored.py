@@ -29,14 +29,14 @@ def ignored_parameters(
         states: Parameters themselves or their names; or submodules.
 
     Raises:
-        InvalidOption: If something is no part of the module.
+        InvalidOption: If something is no part of the module, or nothing is left to shard.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
         >>> sorted(tuple(p.shape) for p in ignored_parameters(model, [nn.LayerNorm], ["*.weight"]))
         [(3,), (3,), (3, 2)]
     """
-    parts = {plain_name(name): part for name, part in module.named_modules(remove_duplicate=False)}
+    parts = {plain_name(name): part for name, part in module.named_modules(remove_duplicate=False) if name}
     parameters = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
     found: list[nn.Parameter] = []
     for asked in modules:
@@ -48,6 +48,10 @@ def ignored_parameters(
             found += _named(state, "ignored_states", parameters)
         else:
             found += _one(state, "ignored_states", parameters)
+    if found and set(found) == set(module.parameters()):
+        raise InvalidOption(
+            "ignored_modules and ignored_states leave no parameter to shard; name fewer, or choose strategy 'ddp'."
+        )
     return set(found)
 
 
