@@ -12,6 +12,7 @@ import pytest
 
 from shard_core.testing import early_scripts as room
 from shard_core.testing.early_scripts import EarlyScripts, Script
+from shard_core.testing.script import PythonRun
 
 NOTING = """\
 import json, pathlib
@@ -114,3 +115,17 @@ def test_an_interrupted_session_leaves_nothing_running(tmp_path):
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert _ended(int((tmp_path / "pid").read_text()))
+
+
+LAST_WORDS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("x" * 300_000))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_script_that_is_ended_is_heard_to_its_last_word():
+    outcome = PythonRun(["-c", LAST_WORDS]).outcome(timeout=2.0)
+    assert outcome.exit_code is None
+    assert outcome.errors.count("x") >= 300_000

@@ -74,6 +74,9 @@ class PythonRun:
                 output, errors = self._process.communicate(timeout=timeout)
                 return Outcome(exit_code=self._process.returncode, output=output, errors=errors, ended=time.time())
             except subprocess.TimeoutExpired:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # read on: a full pipe would hold up its end
+                    self._process.communicate(timeout=_LEAVE_SECONDS)
                 self.end()
                 output, errors = self._process.communicate()
                 return Outcome(exit_code=None, output=output, errors=errors, ended=time.time())
