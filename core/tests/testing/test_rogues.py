@@ -75,6 +75,7 @@ ROGUES = {
     "boasts_meta_init": Fault("no_rank_builds_all", _ABLE),
     # which dtype where
     "mixes_instead": Fault("precision_has_its_dtypes", _CASTING),
+    "shuns_a_precision": Fault("precision_has_its_dtypes", _CASTING),
     "computes_in_full": Fault("mixed_precision_is_autocast", _CASTING),
     "steps_on_overflow": Fault("overflow_skips_the_step_everywhere", _CASTING),
     "scaled_norm": Fault("norms_are_unscaled", _CLIPPING),

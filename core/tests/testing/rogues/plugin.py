@@ -41,6 +41,7 @@ def _at(module: str, *names: str) -> dict[str, str]:
 #: Where each rogue's class stands.
 FACTORIES = {
     **_at("starting", "honest", "starts_at_once", "lacks_a_member", "seeds_anew", "masks_alike", "runs_anew"),
+    **_at("starting", "shuns_a_precision"),
     **_at("building", "drops_the_optimizer", "forgets_state", "copies_optimizers", "levels_groups", "breaks_ties"),
     **_at("building", "thaws", "forgets_buffers", "never_trains", "one_optimizer_steps"),
     **_at("building", "unshared_data", "uneven_data"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rogues.rogue import Rogue
+from shard_core.errors import UnsupportedPrecision
 
 if TYPE_CHECKING:
     from shard_core.plugins import StrategyInfo
@@ -31,6 +32,15 @@ class StartsAtOnce(Rogue):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.inner.setup_environment()
+
+
+class ShunsAPrecision(Rogue):
+    """Refuses a precision that it declares."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if arguments.get("precision") == "bf16-true":
+            raise UnsupportedPrecision("bf16-true is not honoured.")
 
 
 class LacksAMember(Rogue):

@@ -14,6 +14,7 @@ from torch.nn import functional
 from shard_core.errors import UnsupportedPrecision
 from shard_core.precision.dtypes import convert_input, dtype_named
 from shard_core.precision.policies import POLICIES
+from shard_core.selection import get_strategy
 from shard_core.testing import descent, models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
@@ -50,7 +51,10 @@ class Trained:
 
 
 class Precisions(Suite):
-    """Every precision a strategy declares has the dtypes of its table and the numbers of plain PyTorch."""
+    """Every precision a strategy declares has the dtypes of its table and the numbers of plain PyTorch.
+
+    An option may take one away; then it is refused when the strategy is built, and only with that option.
+    """
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Judge each precision the strategy declares."""
@@ -76,6 +80,8 @@ class Precisions(Suite):
             Another precision is used than the one that was asked for, the module is cast once more behind the
             precision's back, or integer buffers are cast along.
         """
+        if self._options_refuse(precision):
+            return
         for rank, (used, found) in enumerate(ranks.run(dtypes, precision)):
             policy = _table(precision, used)
             expected = _expected_dtypes(policy, found)
@@ -112,9 +118,18 @@ class Precisions(Suite):
         """
         self._judge_each(ranks, autocast=False)
 
+    def _options_refuse(self, precision: str) -> bool:
+        """Tell whether what the strategy is told here takes a declared precision away, which it honours otherwise."""
+        try:
+            self.subject.strategy(precision=precision)
+        except UnsupportedPrecision:
+            get_strategy(self.strategy, accelerator=self.device, precision=precision)
+            return True
+        return False
+
     def _judge_each(self, ranks: Ranks, *, autocast: bool) -> None:
         for precision in self.info.precisions:
-            if POLICIES[precision].autocast == autocast:
+            if POLICIES[precision].autocast == autocast and not self._options_refuse(precision):
                 truth = _in_plain_pytorch(precision)
                 for rank, answer in enumerate(ranks.run(trained, precision)):
                     _assert_computed_in_it(f"{precision} on rank {rank}", precision, answer, truth)
