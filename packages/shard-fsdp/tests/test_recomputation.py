@@ -102,6 +102,7 @@ def test_activations_are_computed_again_to_the_bit(worlds: Any, layers: Any, uni
         ("Layer", "activation_checkpointing is 'Layer'; give a class of modules"),
         (["Layer"], "activation_checkpointing names 'Layer'; name classes of modules"),
         ([], "activation_checkpointing is \\[\\]"),
+        (isinstance, "activation_checkpointing is called as function\\(module\\), but isinstance.*missing"),
     ],
 )
 def test_what_is_no_layer_gets_a_sentence(layers: Any, message: str) -> None:

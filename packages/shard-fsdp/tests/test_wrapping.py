@@ -167,6 +167,7 @@ def test_a_policy_that_cannot_be_followed_gets_a_sentence(policy: Any, message: 
         ({"Block"}, "auto_wrap_policy names 'Block'; name classes of modules"),
         (set(), "give a set of classes"),
         (3, "auto_wrap_policy is 3"),
+        (is_mlp, r"is called as policy\(module, recurse, nonwrapped_numel\), but is_mlp\(module: .*unexpected keyword"),
     ],
 )
 def test_what_is_no_policy_gets_a_sentence(policy: Any, message: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from shard_core.errors import InvalidOption, nearest
 
 _PREFETCHES = ("backward_pre", "backward_post", "none")
 _FORMS = ("sharded", "full")
+_ASKED = {"module": None, "recurse": True, "nonwrapped_numel": 0}
 
 
 def policy(name: str, value: Any) -> None:
@@ -19,7 +21,7 @@ def policy(name: str, value: Any) -> None:
         value: What the user gave.
 
     Raises:
-        InvalidOption: If it is none of these.
+        InvalidOption: If it is none of these, or the function takes other arguments.
     """
     # Torch's CustomPolicy cannot be called; asking for its class would import torch.
     is_policy = not isinstance(value, type) and (callable(value) or type(value).__name__ == "CustomPolicy")
@@ -28,6 +30,8 @@ def policy(name: str, value: Any) -> None:
             f"{name} is {value!r:.60}; give a set of classes, a policy of torch.distributed.fsdp.wrap, or a function "
             "of module, recurse and nonwrapped_numel."
         )
+    if callable(value):
+        _check_signature(name, value, "policy(module, recurse, nonwrapped_numel)", **_ASKED)
 
 
 def layers(name: str, value: Any) -> None:
@@ -38,12 +42,14 @@ def layers(name: str, value: Any) -> None:
         value: What the user gave.
 
     Raises:
-        InvalidOption: If it is none of these.
+        InvalidOption: If it is none of these, or the function takes other arguments.
     """
     if value is not None and not callable(value) and not _are_classes(name, value):
         raise InvalidOption(
             f"{name} is {value!r:.60}; give a class of modules, a list of classes, or a function of a module."
         )
+    if callable(value) and not isinstance(value, type):
+        _check_signature(name, value, "function(module)", None)
 
 
 def collection(name: str, value: Any) -> None:
@@ -109,6 +115,18 @@ def backward_prefetch(value: Any) -> str | int | None:
             "'backward_post', None, torch's BackwardPrefetch, or a number of units from 1 up."
         )
     return None if name.lower() == "none" else name.lower()
+
+
+def _check_signature(name: str, function: Callable[..., Any], called: str, *args: Any, **kwargs: Any) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # what is written in C need not tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        kind = getattr(function, "__name__", type(function).__name__)
+        raise InvalidOption(f"{name} is called as {called}, but {kind}{signature} does not fit: {error}.") from None
 
 
 def _are_classes(name: str, value: Any) -> bool:
