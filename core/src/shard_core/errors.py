@@ -71,7 +71,20 @@ class LaunchError(ShardError, RuntimeError):
 
 
 class RankFailed(LaunchError):
-    """A rank raised or died; the message carries its own traceback."""
+    """A rank raised or died; the message carries its own traceback.
+
+    Args:
+        message: Which rank, what of, and from where.
+        sentence: What the rank's own error says, where Shard raised it on purpose; it needs no traceback.
+
+    Example:
+        >>> RankFailed("rank 1 of 2 failed: ...", "devices is 0; ...").sentence
+        'devices is 0; ...'
+    """
+
+    def __init__(self, message: str, sentence: str | None = None) -> None:
+        super().__init__(message)
+        self.sentence = sentence
 
 
 class CheckpointError(ShardError, RuntimeError):

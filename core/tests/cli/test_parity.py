@@ -339,6 +339,14 @@ def test_a_traceback_begins_in_the_users_script(script):
     assert "Error: nothing could be compared: ZeroDivisionError: division by zero" in result.stderr
 
 
+def test_what_is_found_wrong_on_a_rank_gets_a_sentence_too(script):
+    asked = ("--loss", f"{script}:square", "--option", "process_group_backend=glo")
+    result = parity(script, "linear", "--batch", f"{script}:batch", *asked, strategy="ddp", devices=2)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: torch has no process group backend 'glo' here; did you mean 'gloo'?")
+    assert "Traceback" not in result.stderr
+
+
 def test_a_batch_that_does_not_divide_gets_a_sentence(script):
     result = parity(script, "five", "--loss", f"{script}:square", strategy="ddp", devices=2)
     assert result.exit_code == 2

@@ -212,6 +212,12 @@ def test_what_cannot_be_measured_gets_a_sentence(script, make_model, more, says)
     assert "Traceback" not in result.stderr
 
 
+def test_what_is_found_wrong_on_a_rank_gets_a_sentence_too(script):
+    result = tune(script, "--option", "process_group_backend=glo", strategy="ddp", devices=2)
+    assert result.exit_code == 2
+    assert result.stderr == "Error: torch has no process group backend 'glo' here; did you mean 'gloo'? it has: gloo.\n"
+
+
 def test_defaults_that_fail_leave_nothing_to_compare_with(script, paces):
     result = tune(script, *among("fast"), "--option", "pace=broken", "--option", "polished=True")
     assert result.exit_code == 0  # nothing is worth trying besides what was said

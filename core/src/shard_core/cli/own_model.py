@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from shard_core.errors import ShardError
+from shard_core.errors import RankFailed, ShardError
 from shard_core.testing.assignment import Assignment
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def unusable(outcome: str) -> Iterator[None]:
     """
     try:
         yield
+    except RankFailed as error:
+        raise Unusable(error.sentence or str(error)) from error
     except ShardError as error:
         raise Unusable(str(error)) from error
     except Exception as error:

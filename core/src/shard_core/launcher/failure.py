@@ -34,7 +34,8 @@ def explain(folder: str, num_processes: int, exits: Mapping[int, int], deaths: S
     silent = _first_silent(reports, exits, deaths)
     if raised and (silent is None or silent.when > raised[0].when + LINGER_SECONDS):
         first = raised[0]
-        return RankFailed(f"rank {first.rank} of {num_processes} failed: {first.cause}\n\n{first.detail}")
+        message = f"rank {first.rank} of {num_processes} failed: {first.cause}\n\n{first.detail}"
+        return RankFailed(message, first.sentence)
     assert silent is not None
     return _died(silent, num_processes, reports)
 

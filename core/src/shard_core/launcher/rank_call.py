@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from shard_core.errors import ShardError
 from shard_core.launcher.report import DONE, FAILED, REFUSED, STARTED, Report, read_report
 
 # A rank that raises stays this long before it ends. So the launcher sees first a rank that died without
@@ -78,7 +79,9 @@ def report_failure(error: BaseException) -> None:
     for folder in _begun:
         said = read_report(folder, rank)
         if said is None or said.state != FAILED or said.cause != _cause(error):
-            Report(rank=rank, state=FAILED, cause=_cause(error), detail=_detail(error)).write(folder)
+            sentence = str(error) if isinstance(error, ShardError) else None
+            report = Report(rank=rank, state=FAILED, cause=_cause(error), detail=_detail(error), sentence=sentence)
+            report.write(folder)
 
 
 def _call(call: RankCall) -> Any:

@@ -20,6 +20,7 @@ class Report:
         state: ``"started"``, ``"done"``, ``"failed"``, or ``"refused"`` where the launch itself was at fault.
         cause: One line: what went wrong.
         detail: The rank's own traceback.
+        sentence: What the error says, if it was raised on purpose.
         pid: Its process.
         when: Seconds on a clock that all processes of this host share.
     """
@@ -28,6 +29,7 @@ class Report:
     state: str
     cause: str = ""
     detail: str = ""
+    sentence: str | None = None
     pid: int = dataclasses.field(default_factory=os.getpid)
     when: float = dataclasses.field(default_factory=time.time)
 

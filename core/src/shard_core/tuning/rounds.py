@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from shard_core.errors import ShardError
+from shard_core.errors import RankFailed, ShardError
 from shard_core.testing.parity.check import TOLERANCES
 from shard_core.tuning.experiment import DEFAULTS, Experiment, Setting, Trial
 from shard_core.tuning.outcome import Outcome, Pair, outcome
@@ -107,5 +107,7 @@ def _of(setting: Setting, trials: Sequence[Trial], measured: dict[int, Measured]
 
 def _sentence(error: Exception) -> str:
     """Say what went wrong, without the traceback that may follow."""
+    if isinstance(error, RankFailed) and error.sentence:
+        return error.sentence
     said = str(error).partition("\n")[0]
     return said if isinstance(error, ShardError) else f"{type(error).__name__}: {said}"
