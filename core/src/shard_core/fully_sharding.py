@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from shard_core.entries import Entries
 from shard_core.errors import SetupError
+from shard_core.gloo_traffic import is_gloo, use_gloo_well
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.meta import initialise, needs_values
@@ -205,6 +206,10 @@ class FullySharding:
         for unit in units:
             shard(list(unit.modules))
         shard(module)
+        if is_gloo(self._mesh):
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    use_gloo_well(part)
         _tell(module, units, self._mesh)
 
     def _refuse_unset(self, module: torch.nn.Module) -> None:

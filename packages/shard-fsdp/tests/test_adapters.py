@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from wire import Wire
 
 from shard_core import get_strategy
 from shard_core.parameters import local_part
@@ -48,7 +48,7 @@ def make() -> tuple[Model, torch.optim.Optimizer]:
 
 
 def fine_tune(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int, int, set[str]]:
-    """Train two steps; give the weights, elements reduced by a backward, elements of gradients, and who has one."""
+    """Train two steps; give the weights, elements sent in a backward, elements of gradients, and who has one."""
     with get_strategy("fsdp", **options) as strategy:
         strategy.seed_everything(0)
         with strategy.module_init_context():
@@ -57,17 +57,17 @@ def fine_tune(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int, in
         for _ in range(2):
             optimizer.zero_grad()
             loss = model(inputs(strategy.global_rank))
-            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+            with Wire() as wire:
                 strategy.backward(loss, model)
             strategy.optimizer_step(optimizer)
-        reduced = sum(
-            torch.Size(event.input_shapes[1]).numel()
-            for event in seen.events()
-            if event.name == "c10d::_reduce_scatter_base_"
-        )
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         held = sum(local_part(gradient).numel() for gradient in gradients.values())
-        return {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}, reduced, held, set(gradients)
+        return (
+            {name: tensor.clone() for name, tensor in strategy.full_parameters(model)},
+            wire.scattered,
+            held,
+            set(gradients),
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"unit_bytes": 1}, {"auto_wrap_policy": {Adapted}}])
@@ -81,8 +81,8 @@ def test_only_what_is_trained_is_reduced(worlds: Any, options: dict[str, Any]) -
         optimizer.step()
     trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
     elements = sum(parameter.numel() for parameter in plain.parameters() if parameter.requires_grad)
-    for weights, reduced, held, having in worlds(2).run(fine_tune, options):
-        assert reduced == elements
+    for weights, sent, held, having in worlds(2).run(fine_tune, options):
+        assert sent == elements // 2, "the other rank's half"
         assert held == elements // 2
         assert having == trained
         for name, parameter in plain.named_parameters():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from wire import Wire
 
 from shard_core import get_strategy
 from shard_core.errors import InvalidOption
@@ -22,6 +23,10 @@ from shard_core.testing.training import train_under
         ({"unit_bytes": "64MB"}, "unit_bytes is '64MB'"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward is 'no'; give True, False or None"),
         ({"reshard_after_forward": 1}, "reshard_after_forward is 1; give True, False or None"),
+        (
+            {"unit_bytes": 1, "auto_wrap_policy": nn.Linear},
+            "unit_bytes is 1, but auto_wrap_policy says which submodules are units; leave one of them out",
+        ),
         ({"unit_byte": 1}, "has no option 'unit_byte'; did you mean 'unit_bytes'"),
     ],
 )
@@ -97,11 +102,11 @@ def traffic(defer: bool) -> int:
         model, _ = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
         batch = models.batches("plain", 1, 4)[0]
         strategy.backward(model(*batch), model)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with Wire() as wire:
             for micro in range(4):
                 with strategy.no_backward_sync(model, enabled=defer and micro < 3):
                     strategy.backward(model(*batch), model)
-        return sum("_reduce_scatter_base" in event.name for event in profile.events())
+        return len(wire.scatters)
 
 
 def test_deferring_saves_all_but_the_last_reduction(worlds: Any) -> None:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     import torch
 
-_GATHER, _SCATTER, _REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
-_INPUT = {_GATHER: 1, _SCATTER: 1, _REDUCE: 0}
-"""Where each operator of ``torch.ops.c10d`` has its input."""
-
 
 class Wire(TorchDispatchMode):
-    """Notes the dtype of what each collective is given, in order.
+    """Notes the dtype of what is said of each unit, in order, where two ranks shard a copy of a small model.
 
     Attributes:
         gathers: Those of whole parameters.
         scatters: Those of gradients between the ranks that shard a copy.
+        scattered: How many elements of gradients this rank sent the other.
         reductions: Those of gradients between copies.
     """
 
@@ -27,14 +25,22 @@ class Wire(TorchDispatchMode):
         super().__init__()
         self.gathers: list[torch.dtype] = []
         self.scatters: list[torch.dtype] = []
+        self.scattered = 0
         self.reductions: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note and run an operator."""
         del types
-        name = func.__name__.partition(".")[0]
-        if func.namespace == "c10d" and name in _INPUT:
-            given = args[_INPUT[name]]
-            tensor = given[0] if isinstance(given, list) else given
-            {_GATHER: self.gathers, _SCATTER: self.scatters, _REDUCE: self.reductions}[name].append(tensor.dtype)
+        if func.namespace == "c10d":
+            self._note(func.__name__.partition(".")[0], *args)
         return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, given: Any, *more: Any) -> None:
+        # Ranks that shard a copy are neighbours; each broadcasts its own shard.
+        if name == "broadcast_" and more[1] == dist.get_rank() % 2:
+            self.gathers.append(given[0].dtype)
+        elif name == "send":
+            self.scatters.append(given[0].dtype)
+            self.scattered += given[0].numel()
+        elif name == "allreduce_":
+            self.reductions.append(given[0].dtype)

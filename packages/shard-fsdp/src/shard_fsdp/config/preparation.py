@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shard_core.errors import InvalidOption
 from shard_core.options import option
@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import BackwardPrefetch
     from torch.distributed.fsdp.wrap import CustomPolicy
 
+_UNIT_BYTES: Final = 64 * 2**20
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparationOptions:
     """What options hold of units and layers.
 
     Raises:
-        InvalidOption: If a value has the wrong type or makes no sense.
+        InvalidOption: If a value has the wrong type or makes no sense, or another leaves it without effect.
     """
 
     unit_bytes: int = option(
-        64 * 2**20, "neighbouring blocks share one message until it carries this many bytes of parameters"
+        _UNIT_BYTES, "neighbouring blocks share one message until it carries this many bytes of parameters"
     )
     auto_wrap_policy: type[nn.Module] | Collection[type[nn.Module]] | Callable[..., bool] | CustomPolicy | None = (
         option(
@@ -71,6 +73,11 @@ class PreparationOptions:
         if isinstance(self.auto_wrap_policy, type):
             object.__setattr__(self, "auto_wrap_policy", (self.auto_wrap_policy,))
         checks.policy("auto_wrap_policy", self.auto_wrap_policy)
+        if self.auto_wrap_policy is not None and self.unit_bytes != _UNIT_BYTES:
+            raise InvalidOption(
+                f"unit_bytes is {self.unit_bytes}, but auto_wrap_policy says which submodules are units; leave one of "
+                "them out."
+            )
         checks.layers("activation_checkpointing", self.activation_checkpointing)
         if not isinstance(self.compile, bool | Mapping):
             raise InvalidOption(

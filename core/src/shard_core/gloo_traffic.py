@@ -1,0 +1,148 @@
+"""What ``fully_shard`` says over gloo, said in fewer bytes.
+
+Gloo has no reduce-scatter: torch makes one of an all-reduce of a copy, which is twice the traffic (torch's pull request
+118911 says so), and it gathers into a buffer of its own before it copies that into place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+#: Apart from what users send between two ranks themselves.
+_TAG: Final = 7306
+#: How many bytes travel before they are added up: more would be out of the caches by then, fewer is many messages.
+_ROOM: Final = 8 * 2**20
+#: As they are called since torch 2.13, and were before.
+_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+def is_gloo(mesh: DeviceMesh) -> bool:
+    """Tell whether the ranks that shard a copy of a model talk over gloo.
+
+    Args:
+        mesh: Ranks along one axis, or along two, of which the last shards.
+    """
+    group = mesh.get_group(mesh.ndim - 1)
+    return mesh.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+def use_gloo_well(module: FSDPModule) -> None:
+    """Let a module that was sharded gather its parameters and reduce its gradients with less traffic.
+
+    Args:
+        module: The module, or a part of it that is a unit.
+    """
+    # Torch does not show the classes that it says these have; it asks no more of them than is here.
+    gather: Any = InPlaceGather()
+    scatter: Any = PairwiseScatter()
+    module.set_custom_all_gather(gather)
+    module.set_custom_reduce_scatter(scatter)
+
+
+class _OnTheHeap:
+    """Takes staging memory where torch does."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Give memory that a message is put together in.
+
+        Args:
+            size: Its shape.
+            dtype: Of its elements.
+            device: Where it is.
+        """
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class InPlaceGather(_OnTheHeap):
+    """An all-gather in which each rank's shard arrives where it belongs."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather.
+
+        Args:
+            output_tensor: The shards of all ranks, one after the other.
+            input_tensor: This rank's, which may lie in ``output_tensor`` already.
+            group: The ranks.
+            async_op: Whether the caller waits; then it is torch's own gather.
+        """
+        if async_op:
+            work: dist.Work | None = _gather(output_tensor, input_tensor, group=group, async_op=True)
+            return work
+        if output_tensor.element_size() == 1:  # gloo does not know all of these dtypes
+            output_tensor, input_tensor = (each.view(torch.uint8) for each in (output_tensor, input_tensor))
+        shards = output_tensor.chunk(group.size()) if output_tensor.numel() else ()
+        if shards and shards[group.rank()].data_ptr() != input_tensor.data_ptr():
+            shards[group.rank()].copy_(input_tensor)
+        arriving = [
+            dist.broadcast(shard, group=group, group_src=rank, async_op=True) for rank, shard in enumerate(shards)
+        ]
+        for work in arriving:
+            work.wait()
+        return None
+
+
+class PairwiseScatter(_OnTheHeap):
+    """A reduce-scatter in which each rank sends the others their parts and adds up what it is sent."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce, part by part in rank order.
+
+        Args:
+            output_tensor: This rank's part of the result.
+            input_tensor: What this rank adds to the parts of all ranks, one after the other.
+            group: The ranks.
+            op: A sum or a mean; of anything else torch must know how.
+            async_op: Whether the caller waits; then it is torch's own reduction.
+        """
+        if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            work: dist.Work | None = _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return work
+        size, rank = group.size(), group.rank()
+        parts = input_tensor.view(size, output_tensor.numel())
+        width = min(max(_ROOM // (size * output_tensor.element_size()), 1), output_tensor.numel())
+        room = output_tensor.new_empty(size, width)
+        for start in range(0, output_tensor.numel(), max(width, 1)):
+            mine = output_tensor[start : start + width]
+            others = room[:, : mine.numel()]
+            _swap(parts[:, start : start + width], others, group)
+            terms = [parts[rank, start : start + width] if each == rank else others[each] for each in range(size)]
+            if size > 1:
+                torch.add(terms[0], terms[1], out=mine)
+            else:
+                mine.copy_(terms[0])
+            for term in terms[2:]:
+                mine.add_(term)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(size)
+        return None
+
+
+def _swap(given: torch.Tensor, taken: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Send each other rank its row, and take from it what it has for this one."""
+    size, rank = group.size(), group.rank()
+    under_way = []
+    for step in range(1, size):
+        source, target = (rank - step) % size, (rank + step) % size
+        under_way.append(dist.irecv(taken[source], group=group, group_src=source, tag=_TAG))
+        under_way.append(dist.isend(given[target], group=group, group_dst=target, tag=_TAG))
+    for work in under_way:
+        if work is not None:
+            work.wait()
