@@ -67,15 +67,15 @@ class RoundsATensor(Rogue):
 class NeverStrict(Rogue):
     """Leaves out what does not fit, though it was told to be strict."""
 
-    def load_checkpoint(self, path: Any, state: Any = None, *, strict: bool = True) -> Any:
-        return self.inner.load_checkpoint(path, state, strict=False)
+    def load_checkpoint(self, path: Any, state: Any = None, *, strict: bool = True, **more: Any) -> Any:
+        return self.inner.load_checkpoint(path, state, strict=False, **more)
 
 
 class AlwaysStrict(Rogue):
     """Refuses what does not fit, though it was told not to be strict."""
 
-    def load_checkpoint(self, path: Any, state: Any = None, *, strict: bool = True) -> Any:
-        return self.inner.load_checkpoint(path, state, strict=True)
+    def load_checkpoint(self, path: Any, state: Any = None, *, strict: bool = True, **more: Any) -> Any:
+        return self.inner.load_checkpoint(path, state, strict=True, **more)
 
 
 class FillsBeforeRefusing(Rogue):
@@ -134,6 +134,8 @@ class WritesPickle(Rogue):
 
     def save_checkpoint(self, path: Any, state: Any, **more: Any) -> Any:
         handle = self.inner.save_checkpoint(path, state, **more)
+        if more.get("blocking") is False:  # it is not there yet
+            return handle
         if self.inner.is_global_zero:
             torch.save({"step": 1}, Path(path) / "extra.pt")
         self.inner.barrier("extra")
