@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.overrides import TorchFunctionMode
 
-from shard_core.kernels import KERNELS, fastest_kernel, inside_step, torchs_own
+from shard_core.kernels import KERNELS, fastest_kernel, inside_step, stepping_fast, torchs_own
 
 CPU = torch.device("cpu")
 
@@ -36,6 +37,19 @@ def test_one_group_that_chooses_chooses_for_all() -> None:
     first, second = parameters()
     optimizer = optim.AdamW([{"params": [first]}, {"params": [second], "foreach": True}])
     assert fastest_kernel(optimizer, CPU) == {}
+
+
+class Operations(TorchFunctionMode):
+    """Notes the names of what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class Noting(optim.SGD):
@@ -71,3 +85,59 @@ def test_a_step_that_fails_is_left() -> None:
     ):
         optimizer.step()
     assert order == ["enter", "leave"]
+
+
+def test_a_step_is_fast_and_leaves_no_trace() -> None:
+    optimizer, plain = optim.AdamW(parameters(), lr=0.1), optim.AdamW(parameters(), lr=0.1, foreach=False)
+    seen = []
+    optimizer.register_step_pre_hook(lambda stepped, *_: seen.append(stepped.param_groups[0]["fused"]))
+    for _ in range(3):
+        for each in (optimizer, plain):
+            for parameter in each.param_groups[0]["params"]:
+                parameter.grad = parameter.detach().clone()
+        with stepping_fast(optimizer, CPU), Operations() as operations:
+            optimizer.step()
+        plain.step()
+        assert "_fused_adamw_" in operations.names
+        assert optimizer.param_groups[0]["fused"] is None
+    assert seen == [None] * 3
+    for ours, theirs in zip(*(each.param_groups[0]["params"] for each in (optimizer, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(optimizer.state[ours], plain.state[theirs])
+
+
+def test_counters_that_others_have_made_go_on() -> None:
+    optimizer = optim.AdamW(parameters(), lr=0.1)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with stepping_fast(optimizer, CPU):
+        optimizer.step()
+    assert [state["step"].item() for state in optimizer.state.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("make", [lambda: optim.AdamW(parameters(), fused=False), lambda: Noting(parameters())])
+def test_what_is_ruled_out_steps_as_ever(make: Any) -> None:
+    optimizer = make()
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    with stepping_fast(optimizer, CPU), Operations() as operations:
+        optimizer.step()
+    assert not any("fused" in name for name in operations.names)
+
+
+def test_groups_added_later_are_asked_too() -> None:
+    first, second = parameters()
+    optimizer = optim.AdamW([first])
+    for parameter in (first, second):
+        parameter.grad = torch.ones_like(parameter)
+    with stepping_fast(optimizer, CPU):
+        optimizer.step()
+    optimizer.add_param_group({"params": [second], "foreach": True})
+    with stepping_fast(optimizer, CPU), Operations() as operations:
+        optimizer.step()
+    assert not any("fused" in name for name in operations.names)

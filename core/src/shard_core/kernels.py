@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from shard_core.elementwise import why_not_elementwise
-
-if TYPE_CHECKING:
-    import torch
 
 #: Settings of a group that choose how torch computes a step, the fastest first; None leaves the choice open.
 KERNELS = ("fused", "foreach")
 #: Bytes of an element in which another order of rounding stays within the bounds of parity.
 _WIDE = 4
+#: By optimizer: how many groups it had, and the setting under which it steps.
+_decided: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Mapping[str, bool]]] = weakref.WeakKeyDictionary()
 
 
 def torchs_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -82,3 +84,55 @@ def inside_step(
         before.remove()
         after.remove()
         leave()
+
+
+@contextlib.contextmanager
+def stepping_fast(
+    optimizer: torch.optim.Optimizer, device: torch.device, among: Sequence[str] = KERNELS
+) -> Iterator[None]:
+    """Let one of torch's own optimizers step with the fastest kernel that nobody ruled out.
+
+    Groups, and hooks on the step, see what they would without it.
+
+    Args:
+        optimizer: The user's, over plain tensors. Inside, call ``step`` once.
+        device: Where to try kernels.
+        among: Those to choose from, the fastest first.
+    """
+    groups, setting = _decided.get(optimizer, (0, {}))
+    if groups != len(optimizer.param_groups):
+        setting = fastest_kernel(optimizer, device, among) if torchs_own(optimizer) else {}
+        _decided[optimizer] = len(optimizer.param_groups), setting
+    changed: list[dict[str, Any]] = []
+
+    def enter(*_: object) -> None:
+        changed.extend(group for group in optimizer.param_groups if setting and leaves_open(group))
+        for group in changed:
+            group.update(setting)
+            if setting.get("fused"):
+                _move_counters(optimizer, group["params"])
+
+    def leave(*_: object) -> None:
+        for group in changed:
+            group.update(dict.fromkeys(setting))
+        changed.clear()
+
+    with inside_step(optimizer, enter, leave):
+        yield
+
+
+def counter_of_fused(counter: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Bring a counter of steps to where the fused kernels count; others count in host memory, in the default dtype.
+
+    Args:
+        counter: The state ``step`` of a parameter.
+        parameter: The parameter.
+    """
+    return counter.to(parameter.device, torch.float32)
+
+
+def _move_counters(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = counter_of_fused(state["step"], parameter)

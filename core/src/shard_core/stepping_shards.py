@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shard_core.elementwise import why_not_elementwise
-from shard_core.kernels import fastest_kernel, inside_step, leaves_open, torchs_own
+from shard_core.kernels import counter_of_fused, fastest_kernel, inside_step, leaves_open, torchs_own
 from shard_core.parameters import local_part
 
 #: By optimizer: how many groups it had, and its settings while it steps shards; None if it has to step DTensors.
@@ -110,10 +110,9 @@ class _Shards:
         return shard
 
     def _counted(self, slots: Mapping[str, Any], shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Bring a counter to where the fused kernels count; others count in host memory, in torch's default dtype."""
         if "step" not in slots or not self._settings.get("fused"):
             return {}
-        return {"step": slots["step"].to(shard.device, torch.float32)}
+        return {"step": counter_of_fused(slots["step"], shard)}
 
 
 def _laid_out_like(parameter: torch.Tensor, value: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from shard_core import Strategy
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption, SetupError, UnsupportedPrecision
+from shard_core.kernels import stepping_fast
 from shard_core.replicas import send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
@@ -161,7 +162,8 @@ class DeepSpeedStrategy(Strategy):
 
         self._stepping = optimizer
         try:
-            optimizer.step(evaluate if closure else None, **kwargs)
+            with stepping_fast(optimizer, self.root_device) if closure is None else contextlib.nullcontext():
+                optimizer.step(evaluate if closure else None, **kwargs)
         finally:
             self._stepping = None
         for zero in modules:
