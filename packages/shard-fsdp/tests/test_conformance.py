@@ -10,6 +10,12 @@ class TestFSDP(Conformance):
 
 
 @pytest.mark.long
+class TestFSDPOnFourRanks(Conformance):
+    strategy = "fsdp"
+    world_sizes = (4,)
+
+
+@pytest.mark.long
 class TestHSDP(Conformance):
     """On two ranks there is one copy, on four there are two."""
 

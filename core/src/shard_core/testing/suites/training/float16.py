@@ -17,8 +17,8 @@ from shard_core.testing.training import set_up, whole_weights
 if TYPE_CHECKING:
     from shard_core.testing.subject import Ranks, Subject
 
-_BATCH = 48
-"""Large enough that on up to four ranks no gradient overflows float16 under the scaler's first factor."""
+_BATCH = 96
+"""Large enough that on up to eight ranks no gradient overflows float16 under the scaler's first factor."""
 _STEPS = 4
 _SPOILED_STEP = 1
 _TRIES = 20
