@@ -141,3 +141,18 @@ def test_groups_added_later_are_asked_too() -> None:
     with stepping_fast(optimizer, CPU), Operations() as operations:
         optimizer.step()
     assert not any("fused" in name for name in operations.names)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_gradient_that_comes_late_is_stepped_as_torch_does(momentum: float) -> None:
+    ours, plain = (optim.SGD(parameters(), lr=0.1, momentum=momentum, nesterov=momentum > 0) for _ in range(2))
+    for late in (True, False, False):
+        for each in (ours, plain):
+            first, second = each.param_groups[0]["params"]
+            first.grad, second.grad = torch.ones_like(first), None if late else torch.ones_like(second)
+        with stepping_fast(ours, CPU):
+            ours.step()
+        plain.step()
+        assert ours.param_groups[0]["fused"] is None
+    for mine, theirs in zip(*(each.param_groups[0]["params"] for each in (ours, plain)), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -201,3 +201,25 @@ def mixed_groups() -> Any:
 
 def test_one_group_that_chooses_chooses_for_all(worlds: Any) -> None:
     assert worlds(2).run(mixed_groups) == [{"_foreach_addcdiv_"}] * 2
+
+
+def late() -> Any:
+    """Step with a parameter that meets its first gradient after the others."""
+    results = []
+    for sharded in (True, False):
+        made = parameters(sharded)
+        optimizer = optim.SGD(made, lr=0.1, momentum=0.9)
+        for step in range(3):
+            fill(made, step)
+            if step == 0:
+                made[0].grad = None
+            with stepping_shards(optimizer):
+                optimizer.step()
+        results.append([each.full_tensor() if isinstance(each, DTensor) else each for each in made])
+    return results
+
+
+def test_a_gradient_that_comes_late_is_stepped_as_torch_does(worlds: Any) -> None:
+    for shards, whole in worlds(2).run(late):
+        for mine, theirs in zip(shards, whole, strict=True):
+            torch.testing.assert_close(mine, theirs)

@@ -86,6 +86,24 @@ def inside_step(
         leave()
 
 
+def begun_alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Tell whether all parameters that a group is about to step have state, or none has.
+
+    Torch's fused SGD fails where only some have met a gradient before; its loops do not.
+
+    Args:
+        optimizer: The user's.
+        group: One of its groups.
+    """
+    state = optimizer.state
+    begun = {
+        any(isinstance(slot, torch.Tensor) for slot in state.get(parameter, {}).values())
+        for parameter in group["params"]
+        if parameter.grad is not None
+    }
+    return len(begun) < 2
+
+
 @contextlib.contextmanager
 def stepping_fast(
     optimizer: torch.optim.Optimizer, device: torch.device, among: Sequence[str] = KERNELS
@@ -106,7 +124,10 @@ def stepping_fast(
     changed: list[dict[str, Any]] = []
 
     def enter(*_: object) -> None:
-        changed.extend(group for group in optimizer.param_groups if setting and leaves_open(group))
+        if setting:
+            changed.extend(
+                each for each in optimizer.param_groups if leaves_open(each) and begun_alike(optimizer, each)
+            )
         for group in changed:
             group.update(setting)
             if setting.get("fused"):
