@@ -86,15 +86,21 @@ def inside_step(
         leave()
 
 
-def begun_alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Tell whether all parameters that a group is about to step have state, or none has.
+def may_take(setting: Mapping[str, bool], optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Tell whether a group may take a kernel for its next step.
 
-    Torch's fused SGD fails where only some have met a gradient before; its loops do not.
+    It may not if it has chosen for itself, nor a fused one if only some of its parameters have met a gradient before:
+    torch's fused SGD fails there, its loops do not.
 
     Args:
+        setting: The kernel, as ``fastest_kernel`` gives it.
         optimizer: The user's.
         group: One of its groups.
     """
+    if not setting or not leaves_open(group):
+        return False
+    if not setting.get("fused"):
+        return True
     state = optimizer.state
     begun = {
         any(isinstance(slot, torch.Tensor) for slot in state.get(parameter, {}).values())
@@ -124,10 +130,7 @@ def stepping_fast(
     changed: list[dict[str, Any]] = []
 
     def enter(*_: object) -> None:
-        if setting:
-            changed.extend(
-                each for each in optimizer.param_groups if leaves_open(each) and begun_alike(optimizer, each)
-            )
+        changed.extend(each for each in optimizer.param_groups if may_take(setting, optimizer, each))
         for group in changed:
             group.update(setting)
             if setting.get("fused"):

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shard_core.elementwise import why_not_elementwise
-from shard_core.kernels import begun_alike, counter_of_fused, fastest_kernel, inside_step, leaves_open, torchs_own
+from shard_core.kernels import counter_of_fused, fastest_kernel, inside_step, may_take, torchs_own
 from shard_core.parameters import local_part
 
 #: By optimizer: how many groups it had, and its settings while it steps shards; None if it has to step DTensors.
@@ -69,11 +69,11 @@ class _Shards:
     def put_in(self, *_: object) -> None:
         """Put the shards in the places of the DTensors."""
         optimizer = self._optimizer
-        are_open = [leaves_open(group) and begun_alike(optimizer, group) for group in optimizer.param_groups]
+        taking = [may_take(self._settings, optimizer, group) for group in optimizer.param_groups]
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
-        for group, is_open in zip(optimizer.param_groups, are_open, strict=True):
+        for group, takes in zip(optimizer.param_groups, taking, strict=True):
             changed: dict[str, Any] = {"params": [self._shard(each) for each in group["params"]]}
-            if is_open:
+            if takes:
                 changed |= self._settings
             self._groups.append((group, {name: group[name] for name in changed}))
             group.update(changed)
