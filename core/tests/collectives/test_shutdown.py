@@ -11,7 +11,8 @@ import pytest
 
 # The main thread keeps the interpreter's lock from the last collective to the end of the script, so every
 # worker of gloo is late for sure; by luck and load it is one in some launches. Without the cure the rank
-# dies by SIGABRT.
+# dies by SIGABRT. There are as many collectives as gloo has workers for a group: one more would begin
+# when the lock is free, and be under way when the rank that is ahead leaves.
 LATE_WORKERS = """
 import sys, time
 import torch, torch.distributed as dist
@@ -19,11 +20,16 @@ from shard_core.collectives.shutdown import close_process_group, settle_at_exit
 
 dist.init_process_group("gloo")
 world = dist.group.WORLD  # as a wrapped module holds it
-tensors = [torch.ones(10) for _ in range(4)]
+tensors = [torch.ones(10) for _ in range(2)]
+memory = [tensor.numpy() for tensor in tensors]  # torch gives the lock away to look at a tensor
 sys.setswitchinterval(1000)
 for tensor in tensors:
     dist.all_reduce(tensor, async_op=True)
-end = time.monotonic() + 1
+patience = time.monotonic() + 5
+while any((each != 2).any() for each in memory):
+    if time.monotonic() > patience:  # once in some hundred launches a worker wants the lock before it begins
+        time.sleep(0.01)
+end = time.monotonic() + 0.5
 while time.monotonic() < end:
     pass
 """
