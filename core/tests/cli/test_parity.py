@@ -121,6 +121,14 @@ def not_finite(output, batch):
     return output.sum() * float("nan")
 
 
+def failing_loss(output, batch):
+    return {}["loss"]
+
+
+def sized(width):
+    return torch.nn.Linear(width, 1), torch.ones(6, width)
+
+
 def identity(model):
     return model
 
@@ -313,6 +321,10 @@ def test_gradients_that_are_summed_over_ranks_are_named(script, rogues, monkeypa
         ("linear", ["--batch", "batch", "--loss", "square", "--optimizer", "identity"], "must return an optimizer"),
         ("noisy", [], "forward draws random numbers, in eval mode too"),
         ("another", ["--batch", "batch", "--loss", "square"], "makes another model each time"),
+        ("sized", [], "script.py:sized is called as sized(), but sized(width) does not fit: missing a required arg"),
+        ("linear", ["--batch", "identity"], "is called as identity(), but identity(model) does not fit: missing"),
+        ("linear", ["--batch", "batch", "--loss", "identity"], "is called as identity(output, batch), but identity(mo"),
+        ("tied", ["--optimizer", "square"], "is called as square(model), but square(output, batch) does not fit"),
     ],
 )
 def test_what_cannot_be_compared_gets_a_sentence(script, make_model, more, says):
@@ -325,10 +337,10 @@ def test_what_cannot_be_compared_gets_a_sentence(script, make_model, more, says)
 
 
 def test_what_the_users_functions_raise_is_shown_with_its_traceback(script):
-    result = parity(script, "linear", "--batch", f"{script}:batch", "--loss", f"{script}:identity")
+    result = parity(script, "linear", "--batch", f"{script}:batch", "--loss", f"{script}:failing_loss")
     assert result.exit_code == 2
     assert "Traceback (most recent call last):" in result.stderr
-    assert "Error: nothing could be compared: TypeError: identity() takes 1 positional argument" in result.stderr
+    assert "Error: nothing could be compared: KeyError: 'loss'" in result.stderr
 
 
 def test_a_traceback_begins_in_the_users_script(script):

@@ -66,7 +66,7 @@ def make_recipe(folder: str, said: Mapping[str, Any], **more: Any) -> Recipe:
         more: Other fields of the recipe.
 
     Raises:
-        InvalidOption: If a function cannot be found or its script cannot be imported.
+        InvalidOption: If a function cannot be found or takes other arguments, or its script cannot be imported.
     """
     from shard_core.testing.parity.recipe import Recipe, optimizer_named
     from shard_core.testing.parity.script import ScriptFunction
@@ -74,7 +74,7 @@ def make_recipe(folder: str, said: Mapping[str, Any], **more: Any) -> Recipe:
     return Recipe(
         make_model=ScriptFunction.of(said["make_model"]),
         make_batch=ScriptFunction.of(said["batch"]) if said["batch"] else None,
-        loss=ScriptFunction.of(said["loss"]) if said["loss"] else None,
+        loss=ScriptFunction.of(said["loss"], "output", "batch") if said["loss"] else None,
         optimizer=optimizer_named(said["optimizer"]),
         seed=said["seed"],
         folder=folder,

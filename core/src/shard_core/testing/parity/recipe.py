@@ -133,7 +133,7 @@ def optimizer_named(text: str) -> str | ScriptFunction:
     if text in OPTIMIZERS:
         return text
     if ":" in text:
-        return ScriptFunction.of(text)
+        return ScriptFunction.of(text, "model")
     hint = nearest(text, OPTIMIZERS)
     raise InvalidOption(
         f"there is no optimizer {text!r}{hint or ';'} give {', '.join(OPTIMIZERS)} or script.py:function."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shard_core.errors import InvalidOption, nearest
+from shard_core.signatures import check_signature
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,14 +27,16 @@ class ScriptFunction:
     name: str
 
     @classmethod
-    def of(cls, text: str) -> ScriptFunction:
+    def of(cls, text: str, *arguments: str) -> ScriptFunction:
         """Read ``script.py:function`` and load it.
 
         Args:
             text: What the user typed.
+            arguments: What it will be called with, by position; a word for each, for the message.
 
         Raises:
-            InvalidOption: If there is no such file or function, or the file cannot be imported.
+            InvalidOption: If there is no such file or function, the file cannot be imported, or the function takes
+                other arguments.
         """
         path, colon, name = text.rpartition(":")
         if not colon or not name.isidentifier():
@@ -41,7 +44,7 @@ class ScriptFunction:
         if not Path(path).is_file():
             raise InvalidOption(f"there is no script {path!r}; write script.py:function.")
         found = cls(path=str(Path(path).resolve()), name=name)
-        found.load()
+        check_signature(str(found), found.load(), f"{name}({', '.join(arguments)})", *arguments)
         return found
 
     def __str__(self) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shard_core.errors import InvalidOption, nearest
+from shard_core.signatures import check_signature
 
 _PREFETCHES = ("backward_pre", "backward_post", "none")
 _FORMS = ("sharded", "full")
@@ -31,7 +31,7 @@ def policy(name: str, value: Any) -> None:
             "of module, recurse and nonwrapped_numel."
         )
     if callable(value):
-        _check_signature(name, value, "policy(module, recurse, nonwrapped_numel)", **_ASKED)
+        check_signature(name, value, "policy(module, recurse, nonwrapped_numel)", **_ASKED)
 
 
 def layers(name: str, value: Any) -> None:
@@ -49,7 +49,7 @@ def layers(name: str, value: Any) -> None:
             f"{name} is {value!r:.60}; give a class of modules, a list of classes, or a function of a module."
         )
     if callable(value) and not isinstance(value, type):
-        _check_signature(name, value, "function(module)", None)
+        check_signature(name, value, "function(module)", None)
 
 
 def collection(name: str, value: Any) -> None:
@@ -115,18 +115,6 @@ def backward_prefetch(value: Any) -> str | int | None:
             "'backward_post', None, torch's BackwardPrefetch, or a number of units from 1 up."
         )
     return None if name.lower() == "none" else name.lower()
-
-
-def _check_signature(name: str, function: Callable[..., Any], called: str, *args: Any, **kwargs: Any) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # what is written in C need not tell
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        kind = getattr(function, "__name__", type(function).__name__)
-        raise InvalidOption(f"{name} is called as {called}, but {kind}{signature} does not fit: {error}.") from None
 
 
 def _are_classes(name: str, value: Any) -> bool:
