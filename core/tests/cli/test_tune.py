@@ -27,6 +27,10 @@ def five():
 
 def loss(output, batch):
     return output.square().mean()
+
+
+def failing_loss(output, batch):
+    return {}["loss"]
 """
 
 PLUGIN = """
@@ -166,9 +170,11 @@ def test_what_the_user_has_said_is_kept(script, paces):
     assert "Strategy 'paced' names no setting worth trying besides what you gave, for this model on 1 rank." in said
 
 
-def test_a_strategy_may_have_nothing_to_tune(script):
+def test_a_strategy_may_have_nothing_to_tune_and_is_timed_all_the_same(script):
     found = card(tune(script, "--json", strategy="single"))
-    assert (found["rows"], found["best"]) == ([], None)
+    (defaults,) = found["rows"]
+    assert (defaults["setting"], defaults["problem"], found["best"]) == ({}, None, None)
+    assert defaults["milliseconds"] > 0
     assert (
         "Strategy 'single' names no setting worth trying besides the defaults, for this model on 1 rank."
         in found["says"]
@@ -218,9 +224,12 @@ def test_what_is_found_wrong_on_a_rank_gets_a_sentence_too(script):
     assert result.stderr == "Error: torch has no process group backend 'glo' here; did you mean 'gloo'? it has: gloo.\n"
 
 
-def test_defaults_that_fail_leave_nothing_to_compare_with(script, paces):
+def test_defaults_that_fail_are_told_though_nothing_else_is_tried(script, paces):
     result = tune(script, *among("fast"), "--option", "pace=broken", "--option", "polished=True")
-    assert result.exit_code == 0  # nothing is worth trying besides what was said
-    failing = tune(script, "--loss", f"{script}:make_model", *among("fast"))
-    assert failing.exit_code == 2
-    assert "nothing could be measured: TypeError: make_model() takes 0 positional arguments" in failing.stderr
+    assert (result.exit_code, result.stderr) == (2, "Error: this pace is broken.\n")
+
+
+def test_defaults_that_fail_leave_nothing_to_compare_with(script, paces):
+    result = tune(script, "--loss", f"{script}:failing_loss", *among("fast"))
+    assert result.exit_code == 2
+    assert "nothing could be measured: KeyError: 'loss'" in result.stderr

@@ -114,7 +114,7 @@ def _row(row: Outcome) -> dict[str, Any]:
 
 def _sentence(said: Mapping[str, Any], result: Result) -> str:
     base, where = _base(said), _where(said)
-    if not result.rows:
+    if len(result.rows) == 1:
         return f"Strategy {said['strategy']!r} names no setting worth trying besides {base}, for this model{where}."
     return verdict(result, base)
 
@@ -125,8 +125,7 @@ def _print(said: Mapping[str, Any], result: Result) -> None:
 
     console = Console(highlight=False)
     console.print(f"{said['make_model']} under {said['strategy']}{_where(said)}, {said['precision']}", markup=False)
-    if result.rows:
-        console.print(_table(said, result))
+    console.print(_table(said, result))
     console.print(Text(_sentence(said, result)))
     if result.best is not None:
         options = {**said["options"], **result.best.setting}

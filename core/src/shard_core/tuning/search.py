@@ -23,7 +23,7 @@ class Result:
     """What the search found.
 
     Attributes:
-        rows: The defaults and every setting that was tried, in that order; empty if there is nothing to try.
+        rows: The defaults and every setting that was tried, in that order.
         best: The fastest setting; None if no other than the defaults is faster for sure.
     """
 
@@ -61,7 +61,9 @@ def search(experiment: Experiment, rounds: Rounds, module: torch.nn.Module) -> R
         proposed = _next(proposals, best.setting if best else DEFAULTS)
     if best:
         best = _confirmed(best.setting, rounds)
-    return Result(rows=[rounds.outcome(setting) for setting in (DEFAULTS, *tried)] if tried else [], best=best)
+    if not tried:
+        rounds.measure([])  # whoever asks about a model wants to hear that it trains, and how fast
+    return Result(rows=[rounds.outcome(setting) for setting in (DEFAULTS, *tried)], best=best)
 
 
 def _new(
