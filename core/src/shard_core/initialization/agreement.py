@@ -21,7 +21,7 @@ def check_agreement(
     """Compare this rank's program with that of the others; every rank calls this.
 
     Args:
-        operations: What is about to be replayed.
+        operations: What made the values that are about to be replayed.
         constants: Tensors that had values from the start, by name.
         coordinator: The ranks.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,18 +12,13 @@ if TYPE_CHECKING:
 
 
 def closure(values: Iterable[Value], ends: Iterable[Position]) -> list[Operation]:
-    """List the operations that values and positions depend on, in program order."""
-    found: dict[int, Operation] = {}
-    waiting = [v.producer for v in values] + [p.producer for p in ends if p.state is None]
-    while waiting:
-        operation = waiting.pop()
-        if operation is None or operation.index in found:
-            continue
-        found[operation.index] = operation
-        waiting += [value.producer for value in operation.reads]
-        if operation.before is not None and operation.before.state is None:
-            waiting.append(operation.before.producer)
-    return [found[index] for index in sorted(found)]
+    """List the operations that must run for values and positions to be known, in program order."""
+    return _led_to([value.producer for value in values] + [_missing(end) for end in ends], _missing)
+
+
+def program(values: Iterable[Value]) -> list[Operation]:
+    """List the operations that made values what they are, in program order, whatever of them has run before."""
+    return _led_to([value.producer for value in values], lambda position: position.producer)
 
 
 def ordered(operations: list[Operation]) -> Iterator[Operation]:
@@ -63,3 +58,21 @@ def revisited(operations: list[Operation]) -> set[Position]:
             found.add(operation.before)
         at[operation.stream] = operation.after
     return found
+
+
+def _led_to(last: list[Operation | None], leading_to: Callable[[Position], Operation | None]) -> list[Operation]:
+    found: dict[int, Operation] = {}
+    waiting = [*last]
+    while waiting:
+        operation = waiting.pop()
+        if operation is None or operation.index in found:
+            continue
+        found[operation.index] = operation
+        waiting += [value.producer for value in operation.reads]
+        if operation.before is not None:
+            waiting.append(leading_to(operation.before))
+    return [found[index] for index in sorted(found)]
+
+
+def _missing(position: Position) -> Operation | None:
+    return position.producer if position.state is None else None
