@@ -2,7 +2,7 @@
 
 Run it with ``python integration_tests/benchmarks/step_overhead.py``; it prints, for each engine that is installed, the
 median milliseconds per step of both loops and their ratio. Every round's ratio is taken between neighbours in
-time, so a machine that slows down slows both.
+time, so a machine that slows down slows both. Of XLA's two engines a process can run one: name it with ``--engines``.
 """
 
 import argparse
