@@ -29,6 +29,7 @@ patience = time.monotonic() + 5
 while any((each != 2).any() for each in memory):
     if time.monotonic() > patience:  # once in some hundred launches a worker wants the lock before it begins
         time.sleep(0.01)
+    assert time.monotonic() < patience + 60
 end = time.monotonic() + 0.5
 while time.monotonic() < end:
     pass
