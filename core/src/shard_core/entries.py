@@ -22,12 +22,26 @@ if TYPE_CHECKING:
 _PASS_ON = "_shard_pass_on"
 
 
+def reshard(module: torch.nn.Module) -> None:
+    """Free whole parameters: after a forward that no backward has followed, a unit may still show them.
+
+    Args:
+        module: One that was sharded.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 class Entries:
     """Gathers the unit around a submodule that a user's method calls, and sees that its gradients are reduced.
 
     The engine does both around the forward of a unit. A method other than forward calls submodules one by one; each
     of them, if it runs while no forward does, is what the unit has to be gathered for. A hook on the submodules that
     hold parameters costs two to three microseconds a call; what is compiled is not watched inside.
+
+    A forward of the module without gradients leaves nothing gathered: no backward would free it, and what is changed
+    by hand afterwards, in what is gathered, would be missing from the shards. A method goes on with what is gathered.
 
     Args:
         module: A module that was sharded.
@@ -84,6 +98,8 @@ class Entries:
             self._inside.remove()
             self._inside = None
             self._contexts.close()
+            if part is self._module and not torch.is_grad_enabled():
+                reshard(part)
 
     def _pass_on(self, unit: torch.nn.Module, output: Any) -> Any:
         self._output = output

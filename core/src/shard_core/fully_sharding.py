@@ -6,13 +6,13 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from shard_core.entries import Entries
+from shard_core.entries import Entries, reshard
 from shard_core.errors import SetupError
 from shard_core.gloo_traffic import is_gloo, use_gloo_well
 from shard_core.inference_mode import NoInferenceMode
@@ -39,7 +39,7 @@ class FullySharding:
     """Shards modules unit by unit and never holds one of them whole.
 
     A strategy holds one per run. Order of calls: ``recording`` around construction, ``shard``, then
-    ``deferred`` around backwards whose gradients need not travel yet, ``reshard`` before shards are read.
+    ``deferred`` around backwards whose gradients need not travel yet, ``reshard`` before shards are read or stepped.
 
     Args:
         mesh: The data-parallel ranks along one axis, or along two: copies, and the ranks that shard each.
@@ -179,16 +179,10 @@ class FullySharding:
         if module in self._kept:
             self._kept[module].check_sent()
 
-    def reshard(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Free whole parameters: after a forward without backward, a unit may still show them.
-
-        Args:
-            modules: Ones that were sharded.
-        """
-        for module in modules:
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+    def reshard(self) -> None:
+        """Let all modules show their shards, which are about to be read or changed."""
+        for module in self._replicas:
+            reshard(module)
 
     @property
     def _offloads(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_core import Strategy
@@ -116,6 +116,11 @@ class FSDPStrategy(TorchEngine, Strategy):
         super().engine_backward(loss, module, **kwargs)
         self._sharding.check_sent(module)
 
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
+        """Step the optimizer; no unit goes on with what it gathered before."""
+        self._sharding.reshard()
+        super().engine_step(optimizer, closure, **kwargs)
+
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
@@ -130,7 +135,7 @@ class FSDPStrategy(TorchEngine, Strategy):
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:
         """Describe the shards."""
-        self._sharding.reshard(modules.values())
+        self._sharding.reshard()
         return TensorState(
             modules, optimizers, rank=self.global_rank, world_size=self.world_size, mesh=self.device_mesh
         )

@@ -111,6 +111,7 @@ class TPStrategy(TorchEngine, Strategy):
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer; the first time, see that what is whole in a group has one gradient there."""
+        self._sharding.reshard()
         if closure is None and optimizer not in self._trusted and self._tensor_mesh.size() > 1:
             self._alike.check_gradients(self._named_gradients(optimizer))
             self._trusted.add(optimizer)
@@ -130,7 +131,7 @@ class TPStrategy(TorchEngine, Strategy):
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:
         """Describe the shards of both axes."""
-        self._sharding.reshard(modules.values())
+        self._sharding.reshard()
         return TensorState(
             modules, optimizers, rank=self.global_rank, world_size=self.world_size, mesh=self.device_mesh
         )

@@ -73,11 +73,11 @@ class Parity(Suite):
     @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
     @promise(after=("averages_gradients",))
     def test_evaluation_in_between(self, ranks: Ranks, mode: str) -> None:
-        """Forwards without gradients, before and between training steps, are right and leave training as it is.
+        """Forwards without gradients, between the calls of a training step too, are right and leave training as it is.
 
         Usual cause:
-            A forward without a backward leaves parameters gathered or hooks waiting; or ``eval()`` on what setup
-            returned does not reach the user's module.
+            A forward without a backward leaves parameters gathered, so that the next one misses the step in between,
+            or hooks waiting; or ``eval()`` on what setup returned does not reach the user's module.
         """
         truth = _trained("watching", "sgd")
         answers = ranks.run(evaluate_between_steps, mode)
@@ -182,7 +182,7 @@ def train_on_halves(subject: Subject, name: str) -> Run:
 
 
 def evaluate_between_steps(subject: Subject, mode: str) -> tuple[Run, list[float]]:
-    """Evaluate before each step on the batch it will train on, and again between its forward and its backward."""
+    """Evaluate before each step on the batch it will train on, and again before and after its backward."""
     without_gradients: Callable[[], contextlib.AbstractContextManager[Any]] = getattr(torch, mode)
     losses, evaluated = [], []
     with subject.strategy() as strategy:
@@ -197,6 +197,8 @@ def evaluate_between_steps(subject: Subject, mode: str) -> tuple[Run, list[float
             with without_gradients():
                 model(*share)
             strategy.backward(loss, model)
+            with without_gradients():
+                model(*share)
             strategy.optimizer_step(optimizer)
             optimizer.zero_grad()
             losses.append(loss.item())
