@@ -143,6 +143,13 @@ def several_modules(strategy: Any) -> None:
     ready(strategy)
 
 
+def unfreeze(strategy: Any) -> None:
+    module = models.make("frozen")
+    module, _ = strategy.setup_module_and_optimizers(module, [descent(module)])
+    strategy.unwrap(module).first.bias.requires_grad_(True)
+    strategy.backward(loss_of(module), module)
+
+
 USES: dict[Capability, list[Callable[[Any], None]]] = {
     Capability.MULTIPLE_OPTIMIZERS: [two_optimizers, another_optimizer],
     Capability.CLIP_VALUE: [clip_value],
@@ -157,6 +164,7 @@ USES: dict[Capability, list[Callable[[Any], None]]] = {
     Capability.ANY_OPTIMIZER: [any_optimizer, any_optimizer_later],
     Capability.ENTRY_METHODS: [entry_method, forward_of_the_users_own],
     Capability.SEVERAL_MODULES: [several_modules],
+    Capability.UNFREEZE: [unfreeze],
 }
 
 #: Those one asks for when the strategy is built.

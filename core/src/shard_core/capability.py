@@ -31,3 +31,4 @@ class Capability(enum.Enum):
     CPU_OFFLOAD = "keeps parameters and optimizer state in host memory between uses"
     ENTRY_METHODS = "runs methods other than forward on a set-up module"
     SEVERAL_MODULES = "sets up several modules in one process"
+    UNFREEZE = "trains parameters that were frozen at setup"

@@ -66,6 +66,7 @@ ROGUES = {
     "levels_groups": Fault("param_groups_keep_their_settings", _BUILDING),
     "breaks_ties": Fault("ties_stay_tied", _BUILDING),
     "thaws": Fault("frozen_parameters_stay_frozen", _BUILDING),
+    "boasts_unfreeze": Fault("unfrozen_parameters_train", _BUILDING),
     "forgets_buffers": Fault("buffers_are_right", _BUILDING),
     "resets_learning_rate": Fault("schedulers_count_steps_once", _BUILDING),
     # what a strategy can do

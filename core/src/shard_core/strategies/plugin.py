@@ -25,8 +25,8 @@ DDP = StrategyInfo(
     name="ddp",
     summary="a whole copy of the model on every rank, gradients averaged while backward runs",
     factory="shard_core.strategies.ddp:DDPStrategy",
-    # DistributedDataParallel averages gradients of what ran through its forward only.
-    capabilities=_UNSHARDED - {Capability.ENTRY_METHODS},
+    # DistributedDataParallel averages gradients of what ran through its forward, and was to be trained at setup.
+    capabilities=_UNSHARDED - {Capability.ENTRY_METHODS, Capability.UNFREEZE},
     precisions=_PRECISIONS,
     devices=("cpu", "cuda"),
     options=options_of(DDPConfig),

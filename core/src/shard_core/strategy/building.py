@@ -14,7 +14,7 @@ from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
 from shard_core.elementwise import why_not_elementwise
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
-from shard_core.parameters import ParameterNames, check_no_gradients
+from shard_core.parameters import ParameterNames, check_no_gradients, plain_name
 from shard_core.randomness import part_ways, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.entry import ForwardOnly
@@ -190,6 +190,7 @@ class Building(Starting):
             part_ways(self.distributed_sampler_kwargs["rank"])
             self.engine_seed(torch.initial_seed())
         any_entry = Capability.ENTRY_METHODS in self.info.capabilities
+        frozen = {plain_name(name): each for name, each in module.named_parameters() if not each.requires_grad}
         self._registry.add(
             SetUpModule(
                 module=module,
@@ -198,6 +199,7 @@ class Building(Starting):
                 forward=ForwardPrecision(called, self.precision, self.root_device.type),
                 entry=None if any_entry else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
+                frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
                 dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
             )
         )

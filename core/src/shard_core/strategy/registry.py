@@ -28,6 +28,7 @@ class SetUpModule:
         forward: Its forward's precision.
         entry: What holds users to its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
+        frozen: Parameters that must stay frozen because they were at setup, by name.
         dims_changed: Whether setup has left parameters with other numbers of dims.
         deferring: Whether its backwards keep gradients on this rank just now.
         gradients_hidden: Whether the last backward did: an engine may show no ``.grad`` until the next sync.
@@ -39,6 +40,7 @@ class SetUpModule:
     forward: ForwardPrecision
     entry: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
+    frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     dims_changed: bool = False
     deferring: bool = False
     gradients_hidden: bool = False

@@ -61,6 +61,13 @@ class Stepping(Building):
         _check_loss(loss)
         if denominator is not None:
             self._require(Capability.DENOMINATOR)
+        for name, parameter in known.frozen.items():
+            if parameter.requires_grad:
+                self._require(
+                    Capability.UNFREEZE,
+                    f"{name!r} was frozen at setup and no longer is; save a checkpoint and load it into a module that "
+                    "is set up with it unfrozen",
+                )
         scaler = self.precision.scaler
         factor = scaler.begin_backward() if scaler else 1.0
         for optimizer, accumulation in known.optimizers.items():

@@ -17,6 +17,7 @@ _SAID: dict[str, dict[str, Any]] = {
     "fills_missing_gradients": {"presets": {"find_unused_parameters": True}},
     "boasts_entry_methods": {"capabilities": DDP.capabilities | {Capability.ENTRY_METHODS}},
     "boasts_meta_init": {"capabilities": DDP.capabilities | {Capability.META_INIT}},
+    "boasts_unfreeze": {"capabilities": DDP.capabilities | {Capability.UNFREEZE}},
     "hides_clip_value": {"capabilities": DDP.capabilities - {Capability.CLIP_VALUE}},
     "hides_sync_grads": {"capabilities": DDP.capabilities - {Capability.SYNC_GRADS}},
 }
@@ -64,7 +65,7 @@ FACTORIES = {
     **_at("remembering", "removes_the_old", "loads_damaged", "writes_pickle", "one_size_only"),
     **_at("remembering", "saves_later", "hushes_failures", "skips_a_weight"),
     **_at("launching", "last_rank_returns", "swallows_exceptions", "leaves_with_three", "stays_here"),
-    **dict.fromkeys(("silent_option", "boasts_entry_methods", "boasts_meta_init"), "rogues.starting:Honest"),
-    **dict.fromkeys(("imports_torch", "names_no_versions", "shrugs"), "rogues.starting:Honest"),
+    **dict.fromkeys(("boasts_entry_methods", "boasts_meta_init", "boasts_unfreeze"), "rogues.starting:Honest"),
+    **dict.fromkeys(("silent_option", "imports_torch", "names_no_versions", "shrugs"), "rogues.starting:Honest"),
     **dict.fromkeys(("hides_clip_value", "hides_sync_grads"), "rogues.starting:TellsLess"),
 }

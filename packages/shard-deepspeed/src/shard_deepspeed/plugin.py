@@ -21,6 +21,7 @@ _PROMISES = frozenset(Capability) - {
     Capability.ENTRY_METHODS,  # at stage 3 only a module's forward gathers its parameters
     Capability.FP16,
     Capability.META_INIT,
+    Capability.UNFREEZE,  # what is frozen at first has no place among what is stepped
 }
 _WHOLE_PARAMETERS = _PROMISES | {Capability.ENTRY_METHODS}
 

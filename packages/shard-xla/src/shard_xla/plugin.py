@@ -12,7 +12,13 @@ from shard_core.plugins import StrategyInfo, hookimpl
 from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
 
 #: What neither strategy promises: modules are built on the host, and computed in float32 or bfloat16.
-_NEITHER = {Capability.COMPILE, Capability.CPU_OFFLOAD, Capability.FP16, Capability.META_INIT}
+_NEITHER = {
+    Capability.COMPILE,
+    Capability.CPU_OFFLOAD,
+    Capability.FP16,
+    Capability.META_INIT,
+    Capability.UNFREEZE,
+}
 
 FSDP = StrategyInfo(
     name="xla_fsdp",

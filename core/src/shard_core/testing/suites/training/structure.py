@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shard_core.capability import Capability
 from shard_core.errors import SetupError, ShardError
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
@@ -65,6 +67,16 @@ class Structure(Suite):
             frozen = {name: run.weights[name] for name in ("first.weight", "first.bias")}
             oracle.assert_same_weights(frozen, {name: truth.weights[name] for name in frozen}, 0)
         assert_like(runs, truth)
+
+    @promise(needs=Capability.UNFREEZE, after=("averages_gradients", "frozen_parameters_stay_frozen"))
+    def test_unfrozen_parameters_train(self, ranks: Ranks) -> None:
+        """Parameters that are frozen at setup and unfrozen between steps train from then on.
+
+        Usual cause:
+            Messages, shards or hooks are made for what is to be trained at setup; the gradients of all else stay
+            on their rank, whose weights drift apart from the others' without a word.
+        """
+        assert_like(ranks.run(train_unfreezing), _unfrozen_plainly())
 
     @pytest.mark.parametrize("when", ["never", "sometimes"])
     @promise(after=("averages_gradients",))
@@ -134,6 +146,11 @@ def _decaying(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.5)
 
 
+def _descending(module: nn.Module) -> torch.optim.Optimizer:
+    """Give all parameters, trained or not, to an optimizer that hides no wrong scale."""
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
 @functools.cache
 def _trained(
     model: str | Callable[[], nn.Module], optimizer: str | Callable[[nn.Module], torch.optim.Optimizer]
@@ -149,6 +166,31 @@ def train_tied(subject: Subject) -> Run | str:
         except SetupError as refusal:
             return str(refusal)
         return train_on(strategy, model, optimizer, models.batches("gpt", _STEPS, BATCH))
+
+
+@functools.cache
+def _unfrozen_plainly() -> oracle.Trajectory:
+    steps = itertools.count()
+
+    def loss_of(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if next(steps) == _STEPS // 2:
+            model.requires_grad_(True)
+        loss: torch.Tensor = model(*batch)
+        return loss
+
+    batches = models.batches("frozen", _STEPS, BATCH)
+    return oracle.train(lambda: models.make("frozen"), _descending, batches, loss_of=loss_of)
+
+
+def train_unfreezing(subject: Subject) -> Run:
+    """Unfreeze everything after half of the steps."""
+    batches = models.batches("frozen", _STEPS, BATCH)
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, "frozen", _descending)
+        before = train_on(strategy, model, optimizer, batches[: _STEPS // 2])
+        strategy.unwrap(model).requires_grad_(True)
+        after = train_on(strategy, model, optimizer, batches[_STEPS // 2 :])
+        return Run(losses=before.losses + after.losses, weights=after.weights)
 
 
 def train_unused(subject: Subject, make: Callable[[], nn.Module]) -> Run | str:
