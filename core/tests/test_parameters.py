@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shard_core.errors import SetupError
-from shard_core.parameters import ParameterNames, check_no_gradients, plain_name
+from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 
 
 def renew(module: nn.Module) -> None:
@@ -97,3 +97,16 @@ def test_gradients_are_not_thrown_away_silently() -> None:
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(SetupError, match="'weight' has a gradient already"):
         check_no_gradients(ParameterNames(model))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_are_not_lost_silently(register: str) -> None:
+    model = nn.Linear(3, 2)
+    names = ParameterNames(model)
+    hook = getattr(model.bias, register)(lambda _: None)
+    check_hooks_kept(names, model)
+    model.bias = nn.Parameter(model.bias.detach())
+    with pytest.raises(SetupError, match="'bias' has a hook on its gradient that nothing would call"):
+        check_hooks_kept(names, model)
+    hook.remove()
+    check_hooks_kept(names, model)

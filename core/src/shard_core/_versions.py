@@ -34,6 +34,9 @@ that torch is no longer supported.
 ``Tensor._version``: how often a tensor was changed in place. Checked on torch 2.13.0. It can go when torch tells it in
 public.
 
+``Tensor._backward_hooks`` and ``_post_accumulate_grad_hooks``: what users have registered on a tensor, which goes with
+it when a module gets others. Checked on torch 2.13.0. They can go when torch lists hooks in public.
+
 ``METADATA_CLASSES`` and what stands beside it: the classes that the ``.metadata`` of ``torch.distributed.checkpoint``
 consist of, two of them private. They are never imported; a pickle that names others is refused. Checked on torch
 2.13.0. They can go when torch writes its metadata as data.
@@ -76,6 +79,7 @@ __all__ = [
     "buffers_sent_count_as_changed",
     "default_store",
     "forget_tensors",
+    "has_hooks",
     "identity",
     "in_backward",
     "is_compiled",
@@ -152,6 +156,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
         or hasattr(part.forward, "_torchdynamo_orig_callable")
         for name, part in module.named_modules()
     )
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Tell whether somebody waits for the gradients of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

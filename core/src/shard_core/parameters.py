@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shard_core._versions import has_hooks
 from shard_core.errors import SetupError
 
 #: Module attributes under which wrappers keep what they wrap; they never appear in a name.
@@ -158,4 +159,23 @@ def check_no_gradients(names: ParameterNames) -> None:
             raise SetupError(
                 f"parameter {names.of(parameter)!r} has a gradient already, which setup would lose; "
                 "call zero_grad() first, or set up before the first backward."
+            )
+
+
+def check_hooks_kept(names: ParameterNames, module: nn.Module) -> None:
+    """Refuse to train a module that was given other parameters than those hooks were registered on.
+
+    Args:
+        names: The parameters the module had before setup.
+        module: The module now.
+
+    Raises:
+        SetupError: Naming the first parameter whose hooks nothing will call.
+    """
+    now = {id(parameter) for parameter in module.parameters()}
+    for parameter in names.parameters():
+        if id(parameter) not in now and has_hooks(parameter):
+            raise SetupError(
+                f"parameter {names.of(parameter)!r} has a hook on its gradient that nothing would call: this strategy "
+                "gives the module other parameters; remove the hook, and change gradients between backward and step."
             )

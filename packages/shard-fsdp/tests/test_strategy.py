@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from wire import Wire
 
 from shard_core import get_strategy
-from shard_core.errors import InvalidOption
+from shard_core.errors import InvalidOption, SetupError
 from shard_core.testing import models, oracle
 from shard_core.testing.training import train_under
 
@@ -181,3 +181,18 @@ def test_an_optimizer_may_be_made_before_or_after_sharding(worlds: Any, size: in
     before, after = (worlds(size).run(optimizer_after, early)[0] for early in (True, False))
     assert before == after
     assert before[2] < before[0]
+
+
+def set_up_hooked(register: str) -> str:
+    with get_strategy("fsdp") as strategy:
+        module = models.make("plain")
+        getattr(module.second.weight, register)(lambda _: None)
+        with pytest.raises(SetupError) as error:
+            strategy.setup_module(module)
+        return str(error.value)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_sharding_would_lose_are_refused(worlds: Any, register: str) -> None:
+    for message in worlds(2).run(set_up_hooked, register):
+        assert message.startswith("parameter 'second.weight' has a hook on its gradient that nothing would call")

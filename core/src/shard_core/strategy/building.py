@@ -14,7 +14,7 @@ from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
 from shard_core.elementwise import why_not_elementwise
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
-from shard_core.parameters import ParameterNames, check_no_gradients, plain_name
+from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.randomness import part_ways, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.entry import ForwardOnly
@@ -184,6 +184,7 @@ class Building(Starting):
         self.precision.convert_module(module)
         shapes = _shapes(module)
         called = self.engine_setup(module, optimizers, names)
+        check_hooks_kept(names, module)
         sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
         self.precision.check_module(module)
         if len(self._registry) == 0:
