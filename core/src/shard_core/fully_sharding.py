@@ -224,8 +224,8 @@ class FullySharding:
 
 
 def _whole(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:
-    """List the parameters that are not sharded: those asked for, and those without a dimension to shard."""
-    return [p for name, p in module.named_parameters() if p.dim() == 0 or plain_name(name) in kept]
+    """List the parameters that are not sharded: those asked for, and those without a dimension or element to shard."""
+    return [p for name, p in module.named_parameters() if p.dim() == 0 or p.numel() == 0 or plain_name(name) in kept]
 
 
 def _tell(module: torch.nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:

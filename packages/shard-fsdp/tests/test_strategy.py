@@ -1,6 +1,8 @@
 """Units, ties, accumulation and evaluation under fully sharded training."""
 
+import contextlib
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,3 +198,38 @@ def set_up_hooked(register: str) -> str:
 def test_hooks_that_sharding_would_lose_are_refused(worlds: Any, register: str) -> None:
     for message in worlds(2).run(set_up_hooked, register):
         assert message.startswith("parameter 'second.weight' has a hook on its gradient that nothing would call")
+
+
+class Hollow(nn.Module):
+    """Has parameters without elements, as layers of size zero do, and sums them into its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.make("plain")
+        self.empty = nn.Parameter(torch.empty(0))
+        self.flat = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs, targets) + self.empty.sum() + self.flat.sum()
+
+
+def empty_gradients(path: Path, recorded: bool) -> list[tuple[int, ...]]:
+    with get_strategy("fsdp") as strategy:
+        with strategy.module_init_context() if recorded else contextlib.nullcontext():
+            model = Hollow()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.AdamW(model.parameters())])
+        for batch in models.batches("plain", 2, 12):
+            strategy.backward(model(*models.share_of(strategy, batch)), model)
+            shapes = [tuple(each.grad.shape) for each in (model.empty, model.flat)]
+            assert strategy.clip_gradients_norm(model, optimizer, 1.0) > 0
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        strategy.save_checkpoint(path, {"model": model, "optimizer": optimizer})
+        strategy.load_checkpoint(path, {"model": model, "optimizer": optimizer})
+        return shapes
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+def test_parameters_without_elements_stay_whole(worlds: Any, size: int, recorded: bool, tmp_path: Path) -> None:
+    assert worlds(size).run(empty_gradients, tmp_path / "c", recorded) == [[(0,), (0, 3)]] * size
