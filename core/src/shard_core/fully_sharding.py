@@ -20,7 +20,7 @@ from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
 from shard_core.kept_back import KeptBack
-from shard_core.parameters import plain_name
+from shard_core.parameters import laid_out_like, plain_name
 from shard_core.precision.dtypes import dtype_named
 from shard_core.replicas import AveragedGradients, send_values
 from shard_core.units import Unit, num_bytes
@@ -142,6 +142,7 @@ class FullySharding:
             self._kept[module] = KeptBack(units)
         Entries(module, units)
         NoInferenceMode(module)
+        module.register_load_state_dict_pre_hook(_take_whole_tensors)
         return units
 
     @contextlib.contextmanager
@@ -221,6 +222,18 @@ class FullySharding:
             handle.remove()
 
         handle = module.register_forward_pre_hook(check, prepend=True)
+
+
+def _take_whole_tensors(
+    module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *others: object
+) -> None:
+    """Let ``load_state_dict`` take what other processes have saved whole, which torch would not mix with shards."""
+    del others
+    reshard(module)
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        key = plain_name(name)
+        if key in state_dict:
+            state_dict[key] = laid_out_like(parameter, state_dict[key])
 
 
 def _whole(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:

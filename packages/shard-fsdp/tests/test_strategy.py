@@ -233,3 +233,24 @@ def empty_gradients(path: Path, recorded: bool) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("size", [1, 3])
 def test_parameters_without_elements_stay_whole(worlds: Any, size: int, recorded: bool, tmp_path: Path) -> None:
     assert worlds(size).run(empty_gradients, tmp_path / "c", recorded) == [[(0,), (0, 3)]] * size
+
+
+def load_by_hand(values: dict[str, torch.Tensor], options: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    with get_strategy("fsdp", **options) as strategy:
+        model = strategy.setup_module(models.make("gpt"))
+        (batch,) = models.batches("gpt", 1, 2)
+        model(*batch)  # leaves the root's parameters whole
+        strategy.unwrap(model).load_state_dict(values)
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict({**values, "head.weight": torch.ones(2, 2)})
+        return model(*batch).item(), {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+@pytest.mark.parametrize("options", [{}, {"unit_bytes": 1}, {"cpu_offload": True}], ids=["root", "units", "offloaded"])
+def test_whole_tensors_are_loaded_by_hand(worlds: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    plain = models.make("gpt")
+    expected = plain(*models.batches("gpt", 1, 2)[0]).item()
+    for loss, weights in worlds(2).run(load_by_hand, plain.state_dict(), options):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert all(torch.equal(weights[name], tensor) for name, tensor in plain.named_parameters())

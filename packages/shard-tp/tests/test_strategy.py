@@ -275,3 +275,18 @@ def test_hugging_face_models_train_by_their_own_plan(worlds: Any, name: str, siz
     truth = oracle.Trajectory(losses=losses, norms=norms, weights=dict(model.named_parameters(remove_duplicate=False)))
     for found in worlds(size).run(train, name, timeout=120):
         oracle.assert_same(found, truth)
+
+
+def load_by_hand(values: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    with get_strategy("tp", tensor_parallel_size=2, plan=PAIR, unit_bytes=1) as strategy:
+        model = strategy.setup_module(Reader())
+        strategy.unwrap(model).load_state_dict(values)
+        return model(ONES).item(), {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_whole_tensors_are_loaded_by_hand(worlds: Any, size: int) -> None:
+    plain = Reader()
+    for loss, weights in worlds(size).run(load_by_hand, plain.state_dict()):
+        assert loss == pytest.approx(plain(ONES).item(), rel=1e-6)
+        assert all(torch.equal(weights[name], tensor) for name, tensor in plain.named_parameters())
