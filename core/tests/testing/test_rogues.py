@@ -59,6 +59,7 @@ ROGUES = {
     "ignores_clip_value": Fault("clips_by_value", _CLIPPING),
     "hides_clip_value": Fault("clips_by_value", _CLIPPING),
     "passes_non_finite": Fault("non_finite_norm_raises_everywhere", _CLIPPING),
+    "keeps_weights": Fault("changes_by_hand_count", _BUILDING),
     # what setup leaves alone
     "drops_the_optimizer": Fault("optimizer_made_before_or_after_setup", _BUILDING),
     "forgets_state": Fault("optimizer_state_moves_along", _BUILDING),

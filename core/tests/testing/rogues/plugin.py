@@ -49,7 +49,15 @@ FACTORIES = {
     **_at("stepping", "summed", "rescaled", "fills_missing_gradients", "loses_deferred", "defers_nothing"),
     **_at("stepping", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),
     **_at("stepping", "ignores_clip_value", "passes_non_finite", "scaled_norm", "resets_learning_rate"),
-    **_at("stepping", "steps_silently", "steps_on_overflow", "closure_once", "computes_in_full", "mixes_instead"),
+    **_at(
+        "stepping",
+        "keeps_weights",
+        "steps_silently",
+        "steps_on_overflow",
+        "closure_once",
+        "computes_in_full",
+        "mixes_instead",
+    ),
     **_at("talking", "max_is_sum", "rank_dependent", "reduces_in_place", "reduces_nothing", "gathers_backwards"),
     **_at("talking", "drops_sync_grads", "broadcasts_from_zero", "never_waits", "unknown_is_mean"),
     **_at(

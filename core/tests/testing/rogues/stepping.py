@@ -139,6 +139,20 @@ class ResetsLearningRate(Rogue):
         return self.inner.optimizer_step(optimizer, closure, **more)
 
 
+class KeepsWeights(Rogue):
+    """Steps weights of its own, whatever became of the module's."""
+
+    own: Any = None
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        held = parameters(optimizer)
+        for parameter, value in zip(held, self.own or (), strict=False):
+            parameter.data.copy_(value)
+        stepped = self.inner.optimizer_step(optimizer, closure, **more)
+        self.own = [parameter.detach().clone() for parameter in held]
+        return stepped
+
+
 class StepsSilently(Rogue):
     """Does not say whether it stepped."""
 

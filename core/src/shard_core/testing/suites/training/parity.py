@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shard_core.errors import ShardError
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
@@ -86,6 +87,22 @@ class Parity(Suite):
         tripled = [3 * loss for loss in truth.losses]
         oracle.assert_same_numbers("the ranks' mean loss in evaluation", means, tripled, 1e-6)
 
+    @pytest.mark.parametrize("what", ["weights", "gradients", "zeros"])
+    @promise(after=("averages_gradients",), every_size=False)
+    def test_changes_by_hand_count(self, ranks: Ranks, what: str) -> None:
+        """What users do to ``parameters()`` and their gradients counts: changing either, and ``module.zero_grad()``.
+
+        A strategy may refuse it instead, before the next step is over, with a ``ShardError`` that says what to do.
+
+        Usual cause:
+            The engine steps tensors of its own and writes them over the module's, or keeps gradients elsewhere.
+        """
+        answers = ranks.run(train_by_hand, what)
+        if all(isinstance(answer, str) for answer in answers):
+            return
+        assert not any(isinstance(answer, str) for answer in answers), f"only some ranks refused: {answers}"
+        assert_like(answers, _trained_by_hand(what))
+
 
 class _Scaled(nn.Module):
     """A constant buffer stands between two layers: backward reads it."""
@@ -155,6 +172,56 @@ def one_step_of_sgd(subject: Subject) -> dict[str, torch.Tensor]:
         (batch,) = models.batches("plain", 1, BATCH)
         step(strategy, model, optimizer, batch)
         return whole_weights(strategy, model)
+
+
+def _change(what: str, at: str, model: nn.Module) -> None:
+    """Do by hand what was asked for, if this is the place for it: before or after a step."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if (what, at) == ("gradients", "before") and parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+            elif (what, at) == ("weights", "after"):
+                parameter.mul_(0.9)
+    if (what, at) == ("zeros", "after"):
+        model.zero_grad()
+
+
+@functools.cache
+def _trained_by_hand(what: str) -> oracle.Trajectory:
+    torch.manual_seed(0)
+    model = _make("plain")
+    optimizer = models.make_optimizer("sgd", model)
+    losses = []
+    for batch in _batches("plain"):
+        loss = model(*batch)
+        loss.backward()
+        _change(what, "before", model)
+        optimizer.step()
+        _change(what, "after", model)
+        if what != "zeros":
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return oracle.Trajectory(losses=losses, norms=[], weights=model.state_dict())
+
+
+def train_by_hand(subject: Subject, what: str) -> Run | str:
+    """Train with changes by hand, or return what the strategy said against them."""
+    losses = []
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, "plain", "sgd")
+        try:
+            for batch in _batches("plain"):
+                loss = model(*models.share_of(strategy, batch))
+                strategy.backward(loss, model)
+                _change(what, "before", model)
+                strategy.optimizer_step(optimizer)
+                _change(what, "after", model)
+                if what != "zeros":
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+        except ShardError as refusal:
+            return str(refusal)
+        return Run(losses=losses, weights=whole_weights(strategy, model))
 
 
 def train_model(subject: Subject, model: str, optimizer: str) -> Run:
