@@ -1,5 +1,8 @@
 """``ddp`` steps with averaged gradients or not at all, also where a loss does not reach every parameter."""
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +52,177 @@ def test_unused_parameters_are_named_before_a_step(worlds: Any, deferred: bool) 
         assert "did not reach 2 of them, first 'unused.weight'" in message
         assert "requires_grad_(False)" in message
         assert "find_unused_parameters=True" in message
+
+
+class TwoHeads(nn.Module):
+    """Gives two outputs, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.trunk(inputs))
+        return self.left(hidden), self.right(hidden)
+
+
+def squares(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat(outputs, 1).square().mean()
+
+
+def sines(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat(outputs, 1).sin().mean()
+
+
+def forwards_first(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
+    first, second = (squares(model(half)) for half in inputs.chunk(2))
+    backward(first)
+    backward(second * 0.5)
+
+
+def last_forward_first(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
+    first, second = (squares(model(half)) for half in inputs.chunk(2))
+    backward(second)
+    backward(first * 0.5)
+
+
+def one_loss_twice(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
+    loss = squares(model(inputs))
+    backward(loss, retain_graph=True)
+    backward(loss)
+
+
+def two_losses(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
+    outputs = model(inputs)
+    backward(squares(outputs), retain_graph=True)
+    backward(sines(outputs))
+
+
+def a_look_between(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
+    first, second = (squares(model(half)) for half in inputs.chunk(2))
+    backward(first)
+    with torch.no_grad():
+        model(inputs)
+    backward(second)
+
+
+def backward_outside(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
+    with deferred():
+        loss = squares(model(inputs))
+    backward(loss)
+
+
+def backward_inside(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
+    first = squares(model(inputs))
+    with deferred():
+        backward(sines(model(inputs)))
+    backward(first)
+
+
+def a_head_for_each_rank(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
+    with deferred():
+        loss = model(inputs)[rank % 2].square().mean()
+    backward(loss)
+
+
+LOOPS = [forwards_first, last_forward_first, one_loss_twice, two_losses, a_look_between, backward_inside]
+# With a static graph torch wants forward and backward on the same side of no_sync.
+MOVING = [*LOOPS, backward_outside, a_head_for_each_rank]
+CASES = [
+    ({}, MOVING),
+    ({"gradient_as_bucket_view": False}, MOVING),
+    ({"find_unused_parameters": True}, MOVING),
+    ({"static_graph": True}, LOOPS),
+]
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, one: Callable[[torch.Tensor], Any]) -> Any:
+    """Take three steps; give the gradients of each, and the weights they lead to."""
+    seen = []
+    for batch, _ in models.batches("plain", 3, 24):
+        one(batch)
+        seen.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, model.state_dict()
+
+
+def plain_steps(loop: Any, ranks: int) -> Any:
+    """Do all ranks' backwards in one process, each counting one part of the mean."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+
+    def one(batch: torch.Tensor) -> None:
+        for rank, share in enumerate(batch.chunk(ranks)):
+            loop(model, rank, share, lambda loss, **how: (loss / ranks).backward(**how), contextlib.nullcontext)
+
+    return steps(model, torch.optim.SGD(model.parameters(), lr=0.1), one)
+
+
+def steps_under_ddp(cases: Any) -> Any:
+    """Take the steps of each loop with each set of options."""
+    results = []
+    for options, loops in cases:
+        for loop in loops:
+            with get_strategy("ddp", **options) as strategy:
+                torch.manual_seed(0)
+                made = TwoHeads()
+                optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+                model, _ = strategy.setup_module_and_optimizers(made, [optimizer])
+
+                def one(batch: torch.Tensor, loop: Any = loop, strategy: Any = strategy, model: Any = model) -> None:
+                    share = models.share_of(strategy, (batch,))[0]
+                    backward = functools.partial(strategy.backward, module=model)
+                    loop(model, strategy.global_rank, share, backward, lambda: strategy.no_backward_sync(model))
+
+                results.append((loop.__name__, options, steps(made, optimizer, one)))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_every_backward_is_averaged_whatever_its_place_among_forwards(worlds: Any, ranks: int) -> None:
+    truths = {loop.__name__: plain_steps(loop, ranks) for loop in MOVING}
+    for results in worlds(ranks).run(steps_under_ddp, CASES):
+        for loop, options, result in results:
+            where = f"{loop} with {options}: "
+            torch.testing.assert_close(result, truths[loop], rtol=1e-5, atol=1e-7, msg=where.__add__)
+
+
+def through_both(first: Any, second: Any, backward: Any, inputs: torch.Tensor) -> None:
+    """Send one loss through two modules twice, and after it one of the second alone, whose forward came before."""
+    earlier = squares(second(inputs))
+    loss = squares(second(first(inputs)))
+    backward(loss, second, retain_graph=True)
+    backward(loss, first)
+    backward(earlier, second)
+
+
+def halves() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return nn.Linear(6, 6), TwoHeads()
+
+
+def gradients(*modules: nn.Module) -> list[torch.Tensor | None]:
+    return [parameter.grad for module in modules for parameter in module.parameters()]
+
+
+def gradients_of_both(options: dict[str, Any]) -> list[torch.Tensor | None]:
+    with get_strategy("ddp", **options) as strategy:
+        first, second = halves()
+        ready = [strategy.setup_module(first), strategy.setup_module(second)]
+        ((batch, _),) = models.batches("plain", 1, 12)
+        through_both(*ready, strategy.backward, *models.share_of(strategy, (batch,)))
+        return gradients(first, second)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_a_loss_through_two_modules_is_averaged_in_both(worlds: Any, options: dict[str, Any]) -> None:
+    first, second = halves()
+    ((batch, _),) = models.batches("plain", 1, 12)
+    for share in batch.chunk(2):
+        through_both(first, second, lambda loss, module, **how: (loss / 2).backward(**how), share)
+    for each in worlds(2).run(gradients_of_both, options):
+        torch.testing.assert_close(each, gradients(first, second), rtol=1e-5, atol=1e-7)
 
 
 def test_messages_worth_trying_fit_the_model() -> None:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,12 +26,38 @@ from shard_core.strategy import Strategy
 from shard_core.strategy.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from shard_core.checkpoint.state import TrainingState
     from shard_core.collectives.interface import Collectives
     from shard_core.parameters import ParameterNames
+
+
+@dataclasses.dataclass
+class _Passes:
+    """The forwards and backwards of one wrapper, which gets ready in each forward to send gradients in one backward.
+
+    Attributes:
+        forwards: How many forwards may still have a backward.
+        sends: Whether the wrapper sends gradients in the next backward.
+        reached: Whether the backward at hand has come to its parameters.
+    """
+
+    forwards: int = 0
+    sends: bool = False
+    reached: bool = False
+
+    def note_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
+        """Be the wrapper's forward hook."""
+        del args, output
+        if torch.is_grad_enabled():
+            self.forwards += 1
+            self.sends |= module.require_backward_grad_sync
+
+    def note_gradient(self, parameter: torch.Tensor) -> None:
+        """Be a parameter's hook."""
+        del parameter
+        self.reached = True
 
 
 class DDPStrategy(TorchEngine, Strategy):
@@ -44,8 +71,8 @@ class DDPStrategy(TorchEngine, Strategy):
     default_info = DDP
     config_type = DDPConfig
     config: DDPConfig
-    _ran: weakref.WeakSet[torch.nn.Module]
-    _trained: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[str, torch.nn.Parameter]]]
+    _passes: weakref.WeakKeyDictionary[DistributedDataParallel, _Passes]
+    _trained: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, torch.nn.Parameter]]
 
     def engine_collectives(self, name: str | None) -> Collectives:
         """Talk through a process group."""
@@ -58,7 +85,7 @@ class DDPStrategy(TorchEngine, Strategy):
     def engine_mesh(self) -> DeviceMesh | None:
         """Need no mesh: every rank sees its own data."""
         # Made on the rank it serves: weak references cannot travel there with the strategy.
-        self._ran = weakref.WeakSet()
+        self._passes = weakref.WeakKeyDictionary()
         self._trained = weakref.WeakKeyDictionary()
         return None
 
@@ -82,39 +109,57 @@ class DDPStrategy(TorchEngine, Strategy):
             device_ids=[self.root_device] if self.root_device.type == "cuda" else None,
             **_arguments(self.config),
         )
-        wrapped.register_forward_hook(self._note_forward)
+        trained = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
+        self._trained[wrapped] = trained
+        self._passes[wrapped] = passes = _Passes()
+        wrapped.register_forward_hook(passes.note_forward)
+        # Where every loss reaches every parameter, one of them tells.
+        for parameter in list(trained.values())[: None if self._may_leave_out else 1]:
+            parameter.register_post_accumulate_grad_hook(passes.note_gradient)
         if self.config.broadcast_buffers and buffers_sent_count_as_changed():
             send_values(module)
             wrapped.register_forward_pre_hook(_send_buffers)
-        self._trained[wrapped] = [(plain_name(name), p) for name, p in module.named_parameters() if p.requires_grad]
         return wrapped
 
-    def _note_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        del args, output
-        self._ran.add(module)
+    @property
+    def _may_leave_out(self) -> bool:
+        return self.config.find_unused_parameters or self.config.static_graph
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
-        """Run autograd; what did not run through the wrapper's forward would not be averaged."""
-        if isinstance(module, DistributedDataParallel) and module not in self._ran:
-            raise MissingCapability(
-                "strategy 'ddp' does not promise ENTRY_METHODS: this loss did not come through the module that setup "
-                "returned, so its gradients would stay on their rank; call that module, not a method of unwrap(module)."
-            )
-        self._ran.discard(module)
+        """Run autograd, and average what the wrappers do not send: gradients of a second backward after one forward."""
+        if isinstance(module, DistributedDataParallel):
+            passes = self._passes[module]
+            if not passes.forwards:
+                raise MissingCapability(
+                    "strategy 'ddp' does not promise ENTRY_METHODS: this loss did not come through the module that "
+                    "setup returned, whose every forward has had its backward; call that module, not a method of "
+                    "unwrap(module), or give the earlier backward retain_graph=True if both losses are of one forward."
+                )
+            passes.forwards -= not _retains_graph(**kwargs)
         super().engine_backward(loss, module, **kwargs)
-        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
-            self._refuse_unreached(module)
+        # The loss may have come through several modules.
+        for wrapped, passes in self._passes.items():
+            if not passes.reached and wrapped is not module:
+                continue
+            sent, passes.sends, passes.reached = passes.sends, False, False
+            if not wrapped.require_backward_grad_sync:
+                continue
+            if sent:
+                self._refuse_unreached(wrapped)
+            else:
+                _average(list(self._trained[wrapped].values()))
 
-    def _refuse_unreached(self, module: DistributedDataParallel) -> None:
+    def _refuse_unreached(self, wrapped: DistributedDataParallel) -> None:
         """Stop before a step with gradients that stayed on their rank: a message waits for all of its parameters."""
-        if self.config.find_unused_parameters or self.config.static_graph:
+        if self._may_leave_out:
             return
-        unreached = [name for name, parameter in self._trained[module] if parameter.grad is None]
+        unreached = [name for name, parameter in self._trained[wrapped].items() if parameter.grad is None]
         if unreached:
             raise SetupError(
                 "strategy 'ddp' can only average gradients of a loss that reaches every trained parameter; this one "
                 f"did not reach {len(unreached)} of them, first {unreached[0]!r}; freeze those with "
-                "requires_grad_(False) before setup, or pass find_unused_parameters=True if other steps use them."
+                "requires_grad_(False) before setup, add up losses of one forward that reach different ones, or pass "
+                "find_unused_parameters=True if other steps use them."
             )
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -151,6 +196,28 @@ def _arguments(config: DDPConfig) -> dict[str, Any]:
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers")
     return arguments
+
+
+def _retains_graph(*, retain_graph: bool | None = None, create_graph: bool = False, **others: Any) -> bool:
+    """Tell whether another backward may follow, of what is passed to ``Tensor.backward``."""
+    del others
+    return create_graph if retain_graph is None else retain_graph
+
+
+@torch.no_grad()
+def _average(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Average gradients over ranks; what was averaged before stays, so sums over backwards come out right."""
+    reached = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    reached = reached.to(parameters[0].device)
+    dist.all_reduce(reached, op=dist.ReduceOp.MAX)
+    messages = []
+    for parameter, anywhere in zip(parameters, reached.tolist(), strict=True):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            messages.append(dist.all_reduce(parameter.grad.div_(dist.get_world_size()), async_op=True))
+    for message in messages:
+        message.wait()
 
 
 def _send_buffers(module: torch.nn.Module, args: Any) -> None:
