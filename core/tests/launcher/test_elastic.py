@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_functions import fall, give_back, part, total
+from rank_functions import fall, give_back, leave_early, part, total
 
 from shard_core.errors import LaunchError, RankFailed
 from shard_core.launcher import watch
@@ -98,6 +98,16 @@ def test_first_failure_ends_the_launch_in_seconds(how, message, tmp_path, capfd)
     errors = capfd.readouterr().err
     assert "ChildFailedError" not in errors
     assert "Connection closed" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("rank", "how", "gone"), [(1, "exit", "rank 1 (called sys.exit(0))"), (0, "return", "rank 0")])
+def test_a_rank_that_waits_for_one_that_has_finished_fails_in_seconds(rank, how, gone):
+    begin = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        ElasticLauncher(num_processes=2).launch(leave_early, rank, how)
+    assert time.monotonic() - begin < 60  # their start included; torch's own timeout is thirty minutes
+    assert str(caught.value).startswith(f"rank {1 - rank} of 2 failed: ")
+    assert f"\n{gone} had finished by then; if rank {1 - rank} waited there in a collective" in str(caught.value)
 
 
 def test_results_that_cannot_come_back():
@@ -194,7 +204,7 @@ def test_no_rank_outlives_its_launcher(number, status, tmp_path):
 
 def test_ranks_that_part_are_spoken_of(caplog, monkeypatch):
     monkeypatch.setattr(watch, "_APART_SECONDS", 1.0)
-    ElasticLauncher(num_processes=2).launch(part)
+    assert ElasticLauncher(num_processes=2).launch(part) == 0
     (message,) = [record.getMessage() for record in caplog.records if record.name == "shard_core.launcher.watch"]
     assert message.startswith("rank 1 finished ")
     assert "while rank 0 goes on; if it waits there in a collective" in message

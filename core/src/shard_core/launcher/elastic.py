@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import signal
 import tempfile
 import threading
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.launcher.failure import explain
 from shard_core.launcher.interface import Launcher
-from shard_core.launcher.rank_call import RankCall, run_rank
+from shard_core.launcher.rank_call import RankCall, read_result, run_rank
 from shard_core.launcher.travel import check_importable, check_picklable, refuse_unguarded
 from shard_core.launcher.watch import Watch
 
@@ -68,10 +67,10 @@ class ElasticLauncher(Launcher):
         refuse_unguarded()
         check_importable(function, *args)
         with tempfile.TemporaryDirectory(prefix="shard-launch-", ignore_cleanup_errors=True) as folder:
-            packed = self._run_agent(RankCall(folder=folder, function=function, args=args))
-        return pickle.loads(packed)
+            self._run_agent(RankCall(folder=folder, function=function, args=args))
+            return read_result(folder)
 
-    def _run_agent(self, call: RankCall) -> bytes:
+    def _run_agent(self, call: RankCall) -> None:
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher import elastic_launch
@@ -79,8 +78,7 @@ class ElasticLauncher(Launcher):
         watch = Watch(call.folder, self.num_processes)
         try:
             with _own_surroundings(self.num_processes), watch:
-                results: dict[int, bytes] = elastic_launch(self._config(call.folder), run_rank)(call)
-                return results[0]
+                elastic_launch(self._config(call.folder), run_rank)(call)
         except ChildFailedError as error:
             seen = {rank: failure.exitcode for rank, failure in error.failures.items()}
             raise explain(call.folder, self.num_processes, seen, watch.deaths) from None

@@ -34,10 +34,23 @@ def explain(folder: str, num_processes: int, exits: Mapping[int, int], deaths: S
     silent = _first_silent(reports, exits, deaths)
     if raised and (silent is None or silent.when > raised[0].when + LINGER_SECONDS):
         first = raised[0]
-        message = f"rank {first.rank} of {num_processes} failed: {first.cause}\n\n{first.detail}"
+        message = f"rank {first.rank} of {num_processes} failed: {first.cause}{_gone_before(first, reports)}"
+        message += f"\n\n{first.detail}"
         return RankFailed(message, first.sentence)
     assert silent is not None
     return _died(silent, num_processes, reports)
+
+
+def _gone_before(failed: Report, reports: Sequence[Report]) -> str:
+    """Name the ranks that had finished when another failed: it may have failed because it waited for them."""
+    gone = [report for report in reports if report.state == DONE and report.when < failed.when]
+    if not gone:
+        return ""
+    named = ", ".join(f"rank {each.rank}" + (f" ({each.cause})" if each.cause else "") for each in gone)
+    return (
+        f"\n{named} had finished by then; if rank {failed.rank} waited there in a collective, the ranks did not take "
+        "equally many steps."
+    )
 
 
 def _first_silent(reports: Sequence[Report], exits: Mapping[int, int], deaths: Sequence[Death]) -> Death | None:

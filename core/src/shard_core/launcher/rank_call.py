@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import pickle
+import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from shard_core.errors import ShardError
@@ -18,6 +24,8 @@ from shard_core.launcher.report import DONE, FAILED, REFUSED, STARTED, Report, r
 # A rank that raises stays this long before it ends. So the launcher sees first a rank that died without
 # a word, and not the others, which raise because their peer hung up on them.
 LINGER_SECONDS = 0.5
+# How long a rank that has finished stays for the others.
+_STAY_SECONDS = 3.0
 # How long a rank whose launcher is gone may use for its own clean-up.
 _ORPHAN_SECONDS = 5.0
 # The folder of the call that this process was started for, once it has begun.
@@ -39,21 +47,18 @@ class RankCall:
     args: tuple[Any, ...]
 
 
-def run_rank(call: RankCall) -> bytes | None:
+def run_rank(call: RankCall) -> None:
     """Make the call on this rank and report how it ended.
 
     Args:
         call: The call.
-
-    Returns:
-        On rank 0 the result, pickled: a tensor handed over by shared memory would die with its rank.
     """
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
     rank = int(os.environ["RANK"])
     Report(rank=rank, state=STARTED).write(call.folder)
     _begun.append(call.folder)
     try:
-        result = _call(call)
+        result, how = _call(call)
     except KeyboardInterrupt:
         Report(rank=rank, state=FAILED, cause="was interrupted").write(call.folder)
         raise SystemExit(130) from None
@@ -61,9 +66,10 @@ def run_rank(call: RankCall) -> bytes | None:
         report_failure(error)
         time.sleep(LINGER_SECONDS)
         raise
-    packed = _pack(result, call.folder) if rank == 0 else None
-    Report(rank=rank, state=DONE).write(call.folder)
-    return packed
+    if rank == 0:
+        _keep(result, call.folder)
+    Report(rank=rank, state=DONE, cause=how).write(call.folder)
+    _leave_soon()
 
 
 def report_failure(error: BaseException) -> None:
@@ -84,18 +90,36 @@ def report_failure(error: BaseException) -> None:
             report.write(folder)
 
 
-def _call(call: RankCall) -> Any:
+def read_result(folder: str) -> Any:
+    """Read what rank 0 returned.
+
+    Args:
+        folder: The launch's own folder.
+
+    Returns:
+        A copy.
+    """
+    return pickle.loads(_result(folder).read_bytes())
+
+
+def _result(folder: str) -> Path:
+    return Path(folder, "result.pickle")
+
+
+def _call(call: RankCall) -> tuple[Any, str]:
+    """Give what the function returned, and how it left where it did not return."""
     try:
-        return call.function(*call.args)
+        return call.function(*call.args), ""
     except SystemExit as leaving:
         if leaving.code in (None, 0):
-            return None
+            return None, _cause(leaving)
         raise
 
 
-def _pack(result: Any, folder: str) -> bytes:
+def _keep(result: Any, folder: str) -> None:
+    """Write rank 0's result down: a tensor handed over by shared memory would die with its rank."""
     try:
-        return pickle.dumps(result)
+        _result(folder).write_bytes(pickle.dumps(result))
     except Exception as error:
         kind = f"{type(result).__module__}.{type(result).__qualname__}".removeprefix("builtins.")
         cause = (
@@ -118,6 +142,24 @@ def _detail(error: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames)).strip()
+
+
+def _leave_soon() -> None:
+    """End this process in a moment, though torch's agent keeps it until all ranks have finished.
+
+    Its connections close then, and a rank that waits for it in a collective fails instead of waiting on.
+    """
+    signal.signal(signal.SIGALRM, _leave)
+    signal.setitimer(signal.ITIMER_REAL, _STAY_SECONDS, _STAY_SECONDS)
+    # An interpreter that shuts down lets go of its handlers, and an alarm would kill it.
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Leave what torch runs here after the call, once it only waits for the other ranks."""
+    del number
+    if frame is not None and frame.f_globals["__name__"] == multiprocessing.synchronize.__name__:
+        sys.exit(0)
 
 
 def _leave_with_launcher() -> None:

@@ -113,7 +113,7 @@ class Watch:
             self._says_apart_at = math.inf
             log.warning(
                 "rank %s finished %.0f s ago while rank %s goes on; if it waits there in a collective, the ranks "
-                "did not take equally many steps.",
+                "did not take equally many steps, and it gives up after the strategy's `timeout`.",
                 ", ".join(map(str, sorted(done))),
                 time.time() - max(done.values()),
                 ", ".join(map(str, sorted(going_on))),
