@@ -36,6 +36,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 class ElasticLauncher(Launcher):
     """Starts local ranks, hands each the same call, and ends all of them if one fails.
 
+    A rank that has finished leaves a few seconds later, whatever the others do: one that waits for it in a collective
+    can never be served, and fails then.
+
     New processes are spawned: each imports the script again, so the script guards its launch with
     ``if __name__ == "__main__"``.
 
