@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
+from shard_core._versions import has_hooks
 from shard_core.errors import SetupError
 from shard_core.testing import models, oracle
 from shard_core.testing.subject import Subject
@@ -223,6 +224,14 @@ def test_a_loss_through_two_modules_is_averaged_in_both(worlds: Any, options: di
         through_both(first, second, lambda loss, module, **how: (loss / 2).backward(**how), share)
     for each in worlds(2).run(gradients_of_both, options):
         torch.testing.assert_close(each, gradients(first, second), rtol=1e-5, atol=1e-7)
+
+
+def test_teardown_leaves_no_hooks_on_parameters() -> None:
+    with get_strategy("ddp", accelerator="cpu", find_unused_parameters=True) as strategy:
+        module = nn.Linear(2, 1)
+        strategy.setup_module(module)
+        assert has_hooks(module.bias)
+    assert not any(map(has_hooks, module.parameters()))
 
 
 def test_messages_worth_trying_fit_the_model() -> None:

@@ -27,6 +27,7 @@ from shard_core.strategy.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
 
     from shard_core.checkpoint.state import TrainingState
     from shard_core.collectives.interface import Collectives
@@ -73,6 +74,7 @@ class DDPStrategy(TorchEngine, Strategy):
     config: DDPConfig
     _passes: weakref.WeakKeyDictionary[DistributedDataParallel, _Passes]
     _trained: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, torch.nn.Parameter]]
+    _hooks: list[RemovableHandle]
 
     def engine_collectives(self, name: str | None) -> Collectives:
         """Talk through a process group."""
@@ -87,6 +89,7 @@ class DDPStrategy(TorchEngine, Strategy):
         # Made on the rank it serves: weak references cannot travel there with the strategy.
         self._passes = weakref.WeakKeyDictionary()
         self._trained = weakref.WeakKeyDictionary()
+        self._hooks = []
         return None
 
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
@@ -115,7 +118,7 @@ class DDPStrategy(TorchEngine, Strategy):
         wrapped.register_forward_hook(passes.note_forward)
         # Where every loss reaches every parameter, one of them tells.
         for parameter in list(trained.values())[: None if self._may_leave_out else 1]:
-            parameter.register_post_accumulate_grad_hook(passes.note_gradient)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(passes.note_gradient))
         if self.config.broadcast_buffers and buffers_sent_count_as_changed():
             send_values(module)
             wrapped.register_forward_pre_hook(_send_buffers)
@@ -161,6 +164,11 @@ class DDPStrategy(TorchEngine, Strategy):
                 "requires_grad_(False) before setup, add up losses of one forward that reach different ones, or pass "
                 "find_unused_parameters=True if other steps use them."
             )
+
+    def engine_teardown(self) -> None:
+        """Leave the user's parameters as they were: another strategy would take hooks for the user's."""
+        for hook in self._hooks:
+            hook.remove()
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let gradients add up locally."""
