@@ -18,7 +18,15 @@ go when ``coalesce_all_gather_ops`` works for parameters that are cut by element
 
 ``XlaFullyShardedDataParallel._free_full_params``: forgets whole parameters. Upstream keeps them after a forward that no
 backward followed, and for a parameter that a loss did not reach: the next forward would compute with what they were
-before the optimizer's step. Checked on torch_xla 2.9.0. It can go when a step is noticed.
+before the shards changed. Checked on torch_xla 2.9.0. It can go when a change is noticed.
+
+``XlaFullyShardedDataParallel._register_post_backward_hooks``, ``_rebuild_full_params`` and ``reshard_after_forward``,
+and ``_shard_bwd_hook`` of each of ``full_params``: what a unit does in a forward for the one backward that follows. A
+further backward through it needs it again. Checked on torch_xla 2.9.0. They can go when a graph may be run backward
+twice, and in any order with others.
+
+``torch.Tensor._version``, ``_backward_hooks`` and ``_post_accumulate_grad_hooks``: whether a tensor was changed in
+place, and whether it has hooks. Checked on torch 2.9.0. They can go when there are public names for them.
 
 ``torch.nn.Module._parameters``: a shard stands there under its parameter's name, while the attribute of that name is
 the whole parameter, so that modules keep their own names. Checked on torch 2.9.0. It can go when the wrapper
@@ -80,6 +88,32 @@ def register_in_place(unit: Any) -> None:
         delattr(unit, name)
     for owner, name, shard in shards_of(unit):
         owner._parameters[name] = shard
+
+
+def whole_and_shards(unit: Any) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter]]:
+    """List a unit's whole parameters, which compute, each with its shard."""
+    return zip(unit.full_params, unit.sharded_params, strict=True)
+
+
+def prepare_backward(unit: Any) -> None:
+    """Let a unit gather and reduce in a backward through any forward, whatever came after that forward."""
+    import torch
+
+    if not any(hasattr(whole, "_shard_bwd_hook") for whole in unit.full_params):
+        with torch.enable_grad():  # a backward runs without
+            unit._register_post_backward_hooks()
+    if not unit.reshard_after_forward:  # the others gather of themselves
+        unit._rebuild_full_params(apply_opt_barrier=unit.optimization_barrier_in_backward)
+
+
+def changes_of(tensor: torch.Tensor) -> int:
+    """Count the changes in place of a tensor, but not those through its ``data``."""
+    return tensor._version
+
+
+def hooks_of(tensor: torch.Tensor) -> int:
+    """Count the hooks on a tensor's gradient."""
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def forget_whole_parameters(unit: Any) -> None:

@@ -24,8 +24,11 @@ from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
 from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
+from shard_xla.strategy.held import check_held, refuse_whole_values
+from shard_xla.strategy.hooks import refuse_hooks
 from shard_xla.strategy.layout import Layout, check_on_host, release
 from shard_xla.strategy.tracing import stepping_lists
+from shard_xla.strategy.wholes import WholeParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,10 +40,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Sharded:
-    """A module that was set up: what to call, weakly, and where its tensors are."""
+    """A module that was set up: where its tensors are, and, weakly, what computes."""
 
-    root: weakref.ref[torch.nn.Module]
     layout: Layout
+    wholes: weakref.ref[WholeParameters]
 
 
 class XLAFSDPStrategy(XLAEngine, Strategy):
@@ -85,11 +88,14 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
     ) -> torch.nn.Module:
         """Shard rank 0's values over all ranks; shards stand under their parameters' names in the module."""
         check_on_host(names)
+        refuse_hooks(self.info.name, names)
         send_values(module)
         layout = Layout(module)
         root = units.shard(module, self.config, rank=self.global_rank, world_size=self.world_size)
         layout.tie_buffers()
-        self._sharded[module] = _Sharded(weakref.ref(root), layout)
+        wholes = WholeParameters(root, {id(layout.places[name].tensor): name for name in layout.places})
+        self._sharded[module] = _Sharded(layout, weakref.ref(wholes))
+        refuse_whole_values(module, layout)
         self._repoint(optimizers, names, layout)
         release(names)
         NoInferenceMode(root)
@@ -103,15 +109,16 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let whole gradients add up on this rank."""
-        context: contextlib.AbstractContextManager[None] = module.no_sync()  # type: ignore[operator]
-        return context
+        return next(wholes for wholes in self._wholes() if wholes.root is module).deferring()
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
         """Run autograd; gradients are reduced and cut as soon as a parameter's is there."""
         del module
+        for wholes in self._wholes():
+            wholes.begin_backward()
         loss.backward(**kwargs)
-        for root in self._roots():
-            units.send_gradients(root)
+        for wholes in self._wholes():
+            units.send_gradients(wholes.root)
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Give this rank's ranges of the gradients; what fills them up is zero."""
@@ -126,10 +133,9 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         """Step, and run what is pending: else the graph would grow from step to step."""
         import torch_xla
 
+        check_held(self.info.name, optimizer, self._sharded)
         with stepping_lists(optimizer):
             optimizer.step(closure, **kwargs)
-        for root in self._roots():
-            units.forget(root)
         torch_xla.sync()
         self._watch.step()
 
@@ -137,8 +143,6 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:
         """Describe which range of which parameter this rank holds."""
-        for root in self._roots():
-            units.forget(root)
         layouts = {key: self._sharded[module].layout for key, module in modules.items()}
         return FlatState(layouts, optimizers, rank=self.global_rank, world_size=self.world_size)
 
@@ -146,9 +150,9 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         shapes = {id(layout.places[name].tensor): layout.shape_of(name) for name in layout.places}
         names.repoint(optimizers, layout.parameters, functools.partial(_laid_out, shapes, self.global_rank))
 
-    def _roots(self) -> list[torch.nn.Module]:
-        roots = (sharded.root() for sharded in self._sharded.values())
-        return [root for root in roots if root is not None]
+    def _wholes(self) -> list[WholeParameters]:
+        found = (sharded.wholes() for sharded in self._sharded.values())
+        return [wholes for wholes in found if wholes is not None]
 
 
 def _laid_out(shapes: Mapping[int, tuple[int, ...]], rank: int, shard: torch.Tensor, value: Any) -> Any:

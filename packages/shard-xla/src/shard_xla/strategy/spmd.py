@@ -20,6 +20,8 @@ from shard_xla.plugin import SPMD
 from shard_xla.strategy import runtime, spreading
 from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
+from shard_xla.strategy.held import check_held
+from shard_xla.strategy.hooks import refuse_hooks
 from shard_xla.strategy.layout import Layout, check_on_host, release
 from shard_xla.strategy.tracing import stepping_lists
 
@@ -69,6 +71,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     ) -> torch.nn.Module:
         """Take the module to the devices, tied as it is, and spread it."""
         check_on_host(names)
+        refuse_hooks(self.info.name, names)
         layout = Layout(module)
         spreading.to_device(module, self.root_device)
         for parameter in module.parameters():
@@ -95,6 +98,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         """Step, and run what is pending: else the graph would grow from step to step."""
         import torch_xla
 
+        check_held(self.info.name, optimizer, self._layouts)
         with stepping_lists(optimizer):
             super().engine_step(optimizer, closure, **kwargs)
         torch_xla.sync()

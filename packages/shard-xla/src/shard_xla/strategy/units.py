@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.errors import SetupError
 from shard_xla import collectives
-from shard_xla._versions import forget_whole_parameters, register_in_place, shards_to_gather, take_over_collectives
+from shard_xla._versions import register_in_place, shards_to_gather, take_over_collectives
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,16 +98,6 @@ def send_gradients(root: nn.Module) -> None:
     """
     for unit in units_of(root):
         unit.reduce_scatter_op.flush()
-
-
-def forget(root: nn.Module) -> None:
-    """Let the next forward gather all parameters anew: their shards have changed.
-
-    Args:
-        root: What ``shard`` returned.
-    """
-    for unit in units_of(root):
-        forget_whole_parameters(unit)
 
 
 def wrap_policy(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> Callable[..., bool] | None:

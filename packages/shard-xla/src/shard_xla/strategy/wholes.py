@@ -1,0 +1,175 @@
+"""Whole parameters, which compute, kept in step with the shards that users see and optimizers step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shard_core.errors import SetupError
+from shard_xla import _versions
+from shard_xla.strategy.units import units_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class WholeParameters:
+    """Watches a sharded module's forwards and backwards for what users did by hand before them.
+
+    Upstream looks at a parameter once, when it is sharded, and takes every forward to be followed by one backward.
+
+    Args:
+        root: What is called.
+        names: The names of its shards, by identity.
+
+    Attributes:
+        root: The same.
+    """
+
+    def __init__(self, root: nn.Module, names: Mapping[int, str]) -> None:
+        self.root: Any = root
+        self._units = list(units_of(root))
+        self._parameters = [
+            _Parameter(name=names[id(shard)], whole=whole, shard=shard)
+            for unit in self._units
+            for whole, shard in _versions.whole_and_shards(unit)
+        ]
+        self._deferring = False
+        self._prepared = False
+        # Held by the module alone, so that both go together.
+        root.register_forward_pre_hook(self._before_forward)
+        root.register_forward_hook(self._after_forward)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Keep whole parameters and whole gradients from one micro-batch to the next inside."""
+        self._deferring = True
+        try:
+            with self.root.no_sync():
+                yield
+        finally:
+            self._deferring = False
+
+    def begin_backward(self) -> None:
+        """Let the first gradient that comes prepare a backward."""
+        self._prepared = False
+
+    def _before_forward(self, root: nn.Module, args: Any) -> None:
+        del root, args
+        changed = [parameter.follow_values() for parameter in self._parameters]
+        if torch.is_grad_enabled():
+            for parameter in self._parameters:
+                parameter.follow_flag()
+        # A change through ``data`` leaves no trace, so that only micro-batches of one step share what was gathered.
+        if not self._deferring or any(changed):
+            for unit in self._units:
+                _versions.forget_whole_parameters(unit)
+
+    def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
+        del root, args
+        if torch.is_grad_enabled():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        del gradient
+        if self._prepared:
+            return
+        self._prepared = True
+        for parameter in self._parameters:
+            parameter.follow_values()
+            parameter.check_flag()
+        for unit in self._units:
+            _versions.prepare_backward(unit)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Parameter:
+    """A whole parameter and its shard, as they were last seen."""
+
+    name: str
+    whole: torch.Tensor
+    shard: nn.Parameter
+
+    def __post_init__(self) -> None:
+        self._trains = self.shard.requires_grad
+        self._hooks = 0
+        self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.whole)
+        self._watch()
+
+    def follow_values(self) -> bool:
+        """Tell whether the shard has changed; autograd hears that the whole parameter has, too.
+
+        Raises:
+            SetupError: If the whole parameter was changed instead.
+        """
+        shard, whole = self._changes
+        if _versions.changes_of(self.whole) != whole:
+            raise SetupError(
+                f"parameter {self.name!r} was changed in place through its module's attribute, where only a forward "
+                "has whole weights, which are gathered anew for the next; change what parameters() gives: the shards."
+            )
+        if _versions.changes_of(self.shard) == shard:
+            return False
+        torch.autograd.graph.increment_version(self.whole)
+        self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.whole)
+        return True
+
+    def follow_flag(self) -> None:
+        """Freeze or unfreeze what computes; the user may have reached for the shard or for the whole parameter.
+
+        Raises:
+            SetupError: If gradients that are kept on this rank would be lost, or if a hook would never run.
+        """
+        if _versions.hooks_of(self.shard) != self._hooks:
+            raise SetupError(
+                f"parameter {self.name!r} got a hook on its gradient, which would never run: gradients are reduced "
+                "past autograd; change them between backward() and optimizer_step()."
+            )
+        if self._flag_is_known():
+            return
+        if self.whole.grad is not None:
+            raise SetupError(
+                f"requires_grad of parameter {self.name!r} was changed while its gradient waits for the end of "
+                "no_backward_sync(); change it between steps."
+            )
+        self._trains = not self._trains
+        self.shard.requires_grad_(self._trains)
+        self.whole.requires_grad_(self._trains)
+        self._watch()
+
+    def check_flag(self) -> None:
+        """Refuse a backward through a forward before which the flag was another.
+
+        Raises:
+            SetupError: If it was.
+        """
+        if not self._flag_is_known():
+            raise SetupError(
+                f"requires_grad of parameter {self.name!r} was changed between a forward and its backward; change it "
+                "before the forward, or after the backward."
+            )
+
+    def _flag_is_known(self) -> bool:
+        return self.shard.requires_grad == self.whole.requires_grad == self._trains
+
+    def _watch(self) -> None:
+        if self._trains and not self._hooks:
+            self.shard.register_hook(functools.partial(_refuse_loss_of_shards, self.name))
+            self._hooks = _versions.hooks_of(self.shard)
+
+
+def _refuse_loss_of_shards(name: str, gradient: torch.Tensor) -> None:
+    del gradient
+    raise SetupError(
+        f"the loss was computed from this rank's shard of parameter {name!r}, not from the whole parameter; compute it "
+        "inside the module's forward from the attribute (self.weight, not parameters()), or use the optimizer's "
+        "weight_decay for a penalty on weights."
+    )
