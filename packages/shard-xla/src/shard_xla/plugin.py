@@ -12,13 +12,7 @@ from shard_core.plugins import StrategyInfo, hookimpl
 from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
 
 #: What neither strategy promises: modules are built on the host, and computed in float32 or bfloat16.
-_NEITHER = {
-    Capability.COMPILE,
-    Capability.CPU_OFFLOAD,
-    Capability.FP16,
-    Capability.META_INIT,
-    Capability.UNFREEZE,
-}
+_NEITHER = {Capability.COMPILE, Capability.CPU_OFFLOAD, Capability.FP16, Capability.META_INIT}
 
 FSDP = StrategyInfo(
     name="xla_fsdp",

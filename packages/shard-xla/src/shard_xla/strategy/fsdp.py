@@ -25,7 +25,6 @@ from shard_xla.strategy import runtime, units
 from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.held import check_held, refuse_whole_values
-from shard_xla.strategy.hooks import refuse_hooks
 from shard_xla.strategy.layout import Layout, check_on_host, release
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.wholes import WholeParameters
@@ -88,7 +87,6 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
     ) -> torch.nn.Module:
         """Shard rank 0's values over all ranks; shards stand under their parameters' names in the module."""
         check_on_host(names)
-        refuse_hooks(self.info.name, names)
         send_values(module)
         layout = Layout(module)
         root = units.shard(module, self.config, rank=self.global_rank, world_size=self.world_size)

@@ -21,7 +21,6 @@ from shard_xla.strategy import runtime, spreading
 from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.held import check_held
-from shard_xla.strategy.hooks import refuse_hooks
 from shard_xla.strategy.layout import Layout, check_on_host, release
 from shard_xla.strategy.tracing import stepping_lists
 
@@ -71,7 +70,6 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     ) -> torch.nn.Module:
         """Take the module to the devices, tied as it is, and spread it."""
         check_on_host(names)
-        refuse_hooks(self.info.name, names)
         layout = Layout(module)
         spreading.to_device(module, self.root_device)
         for parameter in module.parameters():
