@@ -35,9 +35,11 @@ class Net(nn.Module):
         self.first = nn.Linear(6, 6)
         self.block = Block()
         self.head = nn.Linear(6, 3)
+        self.skips = False
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.mse_loss(self.head(self.block(self.first(inputs))), targets)
+        hidden = self.first(inputs)
+        loss = nn.functional.mse_loss(self.head(hidden if self.skips else self.block(hidden)), targets)
         return loss + 0.1 * self.first.weight.norm()
 
 
@@ -298,6 +300,22 @@ def freezing_between_micro_batches(strategy: Any) -> None:
     story.train()
 
 
+def throwing_away_between_micro_batches(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    with strategy.no_backward_sync(story.model):
+        story.backward(story.loss())
+    story.optimizer.zero_grad()
+    story.train()
+
+
+def skipping_in_the_last_micro_batch(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    with strategy.no_backward_sync(story.model):
+        story.backward(story.loss())
+    story.net.skips = True
+    story.train()
+
+
 def backward_past_a_step(strategy: Any) -> None:
     story = Story(strategy, sgd)
     loss = story.loss()
@@ -320,6 +338,8 @@ SHARDS: dict[Any, str] = {
     value_of_an_attribute: "parameter 'head.bias' was changed in place through its module's attribute",
     freezing_before_the_backward: "was changed between a forward and its backward",
     freezing_between_micro_batches: "while its gradient waits for the end of no_backward_sync()",
+    throwing_away_between_micro_batches: "was thrown away while it waits for the end of no_backward_sync()",
+    skipping_in_the_last_micro_batch: "parameter 'block.linear.weight' got a gradient in a micro-batch inside",
     whole_values: "is a shard of shape (128,) on this rank",
 }
 

@@ -117,6 +117,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         loss.backward(**kwargs)
         for wholes in self._wholes():
             units.send_gradients(wholes.root)
+            wholes.end_backward()
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Give this rank's ranges of the gradients; what fills them up is zero."""

@@ -60,6 +60,22 @@ class WholeParameters:
         """Let the first gradient that comes prepare a backward."""
         self._prepared = False
 
+    def end_backward(self) -> None:
+        """See that gradients are where the next call looks for them.
+
+        Raises:
+            SetupError: If one was kept on this rank and not sent by the backward that ends the keeping.
+        """
+        kept = [parameter for parameter in self._parameters if parameter.whole.grad is not None]
+        if self._deferring:
+            for parameter in kept:
+                parameter.show_gradient()
+        elif kept and self._prepared:
+            raise SetupError(
+                f"parameter {kept[0].name!r} got a gradient in a micro-batch inside no_backward_sync(), but none in "
+                "the last one, which sends them; leave no_backward_sync() out."
+            )
+
     def _before_forward(self, root: nn.Module, args: Any) -> None:
         del root, args
         changed = [parameter.follow_values() for parameter in self._parameters]
@@ -86,6 +102,7 @@ class WholeParameters:
         for parameter in self._parameters:
             parameter.follow_values()
             parameter.check_flag()
+            parameter.check_gradient()
         for unit in self._units:
             _versions.prepare_backward(unit)
 
@@ -155,6 +172,24 @@ class _Parameter:
             raise SetupError(
                 f"requires_grad of parameter {self.name!r} was changed between a forward and its backward; change it "
                 "before the forward, or after the backward."
+            )
+
+    def show_gradient(self) -> None:
+        """Let the shard show that a gradient is kept: zeros, to which the sum will be added."""
+        if self.shard.grad is None:
+            self.shard.grad = torch.zeros_like(self.shard)
+
+    def check_gradient(self) -> None:
+        """Refuse to go on after what is kept was thrown away: only what the shard shows is gone.
+
+        Raises:
+            SetupError: If it was.
+        """
+        if self.whole.grad is not None and self.shard.grad is None:
+            raise SetupError(
+                f"the gradient of parameter {self.name!r} was thrown away while it waits for the end of "
+                "no_backward_sync(), where zero_grad() does not reach it; leave no_backward_sync() out where "
+                "micro-batches may be thrown away."
             )
 
     def _flag_is_known(self) -> bool:
