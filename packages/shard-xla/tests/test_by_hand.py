@@ -300,12 +300,16 @@ def freezing_between_micro_batches(strategy: Any) -> None:
     story.train()
 
 
-def throwing_away_between_micro_batches(strategy: Any) -> None:
+def throwing_away_between_micro_batches(strategy: Any, to_none: bool = True) -> None:
     story = Story(strategy, sgd)
     with strategy.no_backward_sync(story.model):
         story.backward(story.loss())
-    story.optimizer.zero_grad()
+    story.optimizer.zero_grad(set_to_none=to_none)
     story.train()
+
+
+def zeroing_between_micro_batches(strategy: Any) -> None:
+    throwing_away_between_micro_batches(strategy, to_none=False)
 
 
 def skipping_in_the_last_micro_batch(strategy: Any) -> None:
@@ -338,7 +342,8 @@ SHARDS: dict[Any, str] = {
     value_of_an_attribute: "parameter 'head.bias' was changed in place through its module's attribute",
     freezing_before_the_backward: "was changed between a forward and its backward",
     freezing_between_micro_batches: "while its gradient waits for the end of no_backward_sync()",
-    throwing_away_between_micro_batches: "was thrown away while it waits for the end of no_backward_sync()",
+    throwing_away_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
+    zeroing_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
     skipping_in_the_last_micro_batch: "parameter 'block.linear.weight' got a gradient in a micro-batch inside",
     whole_values: "is a shard of shape (128,) on this rank",
 }

@@ -118,6 +118,7 @@ class _Parameter:
     def __post_init__(self) -> None:
         self._trains = self.shard.requires_grad
         self._hooks = 0
+        self._shown = 0
         self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.whole)
         self._watch()
 
@@ -178,18 +179,21 @@ class _Parameter:
         """Let the shard show that a gradient is kept: zeros, to which the sum will be added."""
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
+        self._shown = _versions.changes_of(self.shard.grad)
 
     def check_gradient(self) -> None:
-        """Refuse to go on after what is kept was thrown away: only what the shard shows is gone.
+        """Refuse to go on after what is kept was thrown away or changed: only what the shard shows was.
 
         Raises:
             SetupError: If it was.
         """
-        if self.whole.grad is not None and self.shard.grad is None:
+        if self.whole.grad is None:
+            return
+        if self.shard.grad is None or _versions.changes_of(self.shard.grad) != self._shown:
             raise SetupError(
-                f"the gradient of parameter {self.name!r} was thrown away while it waits for the end of "
-                "no_backward_sync(), where zero_grad() does not reach it; leave no_backward_sync() out where "
-                "micro-batches may be thrown away."
+                f"the gradient of parameter {self.name!r} was thrown away or changed while it waits for the end of "
+                "no_backward_sync(), where nothing reaches it; leave no_backward_sync() out where micro-batches may "
+                "be thrown away, and change gradients before a step."
             )
 
     def _flag_is_known(self) -> bool:
