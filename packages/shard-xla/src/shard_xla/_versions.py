@@ -118,4 +118,5 @@ def hooks_of(tensor: torch.Tensor) -> int:
 
 def forget_whole_parameters(unit: Any) -> None:
     """Let the next forward gather a unit's parameters anew."""
-    unit._free_full_params()
+    if any(whole._has_full_param for whole in unit.full_params):
+        unit._free_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)

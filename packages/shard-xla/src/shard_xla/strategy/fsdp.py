@@ -24,8 +24,8 @@ from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
 from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
-from shard_xla.strategy.held import check_held, refuse_whole_values
-from shard_xla.strategy.layout import Layout, check_on_host, release
+from shard_xla.strategy.held import check_held
+from shard_xla.strategy.layout import Layout, check_on_host, refuse_whole_values, release
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.wholes import WholeParameters
 
@@ -142,6 +142,8 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:
         """Describe which range of which parameter this rank holds."""
+        for wholes in self._wholes():
+            wholes.check_values()
         layouts = {key: self._sharded[module].layout for key, module in modules.items()}
         return FlatState(layouts, optimizers, rank=self.global_rank, world_size=self.world_size)
 

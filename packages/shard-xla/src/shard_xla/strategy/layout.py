@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -140,6 +140,28 @@ def release(names: ParameterNames) -> None:
     for parameter in names.parameters():
         if parameter.device.type == "cpu":
             parameter.data = torch.empty((0,) * max(1, parameter.dim()), dtype=parameter.dtype)
+
+
+def refuse_whole_values(module: nn.Module, layout: Layout) -> None:
+    """Let a module whose parameters are shards load shards alone.
+
+    Args:
+        module: The user's, sharded.
+        layout: Where its parameters are.
+    """
+
+    def check(module: nn.Module, values: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        del module, rest
+        for name, shard in layout.parameters.items():
+            value = values.get(prefix + name)
+            if value is not None and value.shape != shard.shape:
+                raise SetupError(
+                    f"parameter {name!r} is a shard of shape {tuple(shard.shape)} on this rank, and load_state_dict() "
+                    f"was given a value of shape {tuple(value.shape)}; load whole values before setup, or with "
+                    "strategy.load_checkpoint()."
+                )
+
+    module.register_load_state_dict_pre_hook(check)
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,10 +1,8 @@
-"""Whole parameters, which compute, kept in step with the shards that users see and optimizers step."""
+"""All whole parameters of a module, seen to before each forward and each backward."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ from torch.utils import _pytree as pytree
 from shard_core.errors import SetupError
 from shard_xla import _versions
 from shard_xla.strategy.units import units_of
+from shard_xla.strategy.whole_parameter import WholeParameter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +35,7 @@ class WholeParameters:
         self.root: Any = root
         self._units = list(units_of(root))
         self._parameters = [
-            _Parameter(name=names[id(shard)], whole=whole, shard=shard)
+            WholeParameter(name=names[id(shard)], whole=whole, shard=shard)
             for unit in self._units
             for whole, shard in _versions.whole_and_shards(unit)
         ]
@@ -76,6 +75,15 @@ class WholeParameters:
                 "the last one, which sends them; leave no_backward_sync() out."
             )
 
+    def check_values(self) -> None:
+        """See that shards hold everything that is worth keeping.
+
+        Raises:
+            SetupError: If a whole parameter was changed instead.
+        """
+        for parameter in self._parameters:
+            parameter.follow_values()
+
     def _before_forward(self, root: nn.Module, args: Any) -> None:
         del root, args
         changed = [parameter.follow_values() for parameter in self._parameters]
@@ -105,110 +113,3 @@ class WholeParameters:
             parameter.check_gradient()
         for unit in self._units:
             _versions.prepare_backward(unit)
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class _Parameter:
-    """A whole parameter and its shard, as they were last seen."""
-
-    name: str
-    whole: torch.Tensor
-    shard: nn.Parameter
-
-    def __post_init__(self) -> None:
-        self._trains = self.shard.requires_grad
-        self._hooks = 0
-        self._shown = 0
-        self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.whole)
-        self._watch()
-
-    def follow_values(self) -> bool:
-        """Tell whether the shard has changed; autograd hears that the whole parameter has, too.
-
-        Raises:
-            SetupError: If the whole parameter was changed instead.
-        """
-        shard, whole = self._changes
-        if _versions.changes_of(self.whole) != whole:
-            raise SetupError(
-                f"parameter {self.name!r} was changed in place through its module's attribute, where only a forward "
-                "has whole weights, which are gathered anew for the next; change what parameters() gives: the shards."
-            )
-        if _versions.changes_of(self.shard) == shard:
-            return False
-        torch.autograd.graph.increment_version(self.whole)
-        self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.whole)
-        return True
-
-    def follow_flag(self) -> None:
-        """Freeze or unfreeze what computes; the user may have reached for the shard or for the whole parameter.
-
-        Raises:
-            SetupError: If gradients that are kept on this rank would be lost, or if a hook would never run.
-        """
-        if _versions.hooks_of(self.shard) != self._hooks:
-            raise SetupError(
-                f"parameter {self.name!r} got a hook on its gradient, which would never run: gradients are reduced "
-                "past autograd; change them between backward() and optimizer_step()."
-            )
-        if self._flag_is_known():
-            return
-        if self.whole.grad is not None:
-            raise SetupError(
-                f"requires_grad of parameter {self.name!r} was changed while its gradient waits for the end of "
-                "no_backward_sync(); change it between steps."
-            )
-        self._trains = not self._trains
-        self.shard.requires_grad_(self._trains)
-        self.whole.requires_grad_(self._trains)
-        self._watch()
-
-    def check_flag(self) -> None:
-        """Refuse a backward through a forward before which the flag was another.
-
-        Raises:
-            SetupError: If it was.
-        """
-        if not self._flag_is_known():
-            raise SetupError(
-                f"requires_grad of parameter {self.name!r} was changed between a forward and its backward; change it "
-                "before the forward, or after the backward."
-            )
-
-    def show_gradient(self) -> None:
-        """Let the shard show that a gradient is kept: zeros, to which the sum will be added."""
-        if self.shard.grad is None:
-            self.shard.grad = torch.zeros_like(self.shard)
-        self._shown = _versions.changes_of(self.shard.grad)
-
-    def check_gradient(self) -> None:
-        """Refuse to go on after what is kept was thrown away or changed: only what the shard shows was.
-
-        Raises:
-            SetupError: If it was.
-        """
-        if self.whole.grad is None:
-            return
-        if self.shard.grad is None or _versions.changes_of(self.shard.grad) != self._shown:
-            raise SetupError(
-                f"the gradient of parameter {self.name!r} was thrown away or changed while it waits for the end of "
-                "no_backward_sync(), where nothing reaches it; leave no_backward_sync() out where micro-batches may "
-                "be thrown away, and change gradients before a step."
-            )
-
-    def _flag_is_known(self) -> bool:
-        return self.shard.requires_grad == self.whole.requires_grad == self._trains
-
-    def _watch(self) -> None:
-        if self._trains and not self._hooks:
-            self.shard.register_hook(functools.partial(_refuse_loss_of_shards, self.name))
-            self._hooks = _versions.hooks_of(self.shard)
-
-
-def _refuse_loss_of_shards(name: str, gradient: torch.Tensor) -> None:
-    del gradient
-    raise SetupError(
-        f"the loss was computed from this rank's shard of parameter {name!r}, not from the whole parameter; compute it "
-        "inside the module's forward from the attribute (self.weight, not parameters()), or use the optimizer's "
-        "weight_decay for a penalty on weights."
-    )

@@ -1,0 +1,142 @@
+"""What users do by hand and would be lost is refused on every rank, in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from xla_stories import FSDP, SPMD, Block, Net, Story, sgd
+
+from shard_core import get_strategy
+
+
+def hook_before_setup(strategy: Any) -> None:
+    def start(net: Net) -> Any:
+        net.head.weight.register_hook(lambda gradient: 2 * gradient)
+        return net.parameters()
+
+    Story(strategy, sgd, start)
+
+
+def parameters_of_before(strategy: Any) -> None:
+    torch.manual_seed(0)
+    kept: list[nn.Parameter] = []
+
+    def start(net: Net) -> Any:
+        kept.extend(net.block.parameters())
+        return net.head.parameters()
+
+    story = Story(strategy, sgd, start)
+    story.optimizer.add_param_group({"params": kept})
+    story.train()
+
+
+def hook_after_setup(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    next(story.net.parameters()).register_hook(lambda gradient: 2 * gradient)
+    story.train()
+
+
+def penalty_outside(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    story.backward(story.loss() + sum(parameter.norm() for parameter in story.net.parameters()))
+
+
+def value_of_an_attribute(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    story.train()
+    with torch.no_grad():
+        story.net.head.bias.mul_(0.5)
+    story.train()
+
+
+def freezing_before_the_backward(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    loss = story.loss()
+    story.net.block.requires_grad_(False)
+    story.backward(loss)
+
+
+def freezing_between_micro_batches(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    with strategy.no_backward_sync(story.model):
+        story.backward(story.loss())
+    story.net.head.requires_grad_(False)
+    story.train()
+
+
+def throwing_away_between_micro_batches(strategy: Any, to_none: bool = True) -> None:
+    story = Story(strategy, sgd)
+    with strategy.no_backward_sync(story.model):
+        story.backward(story.loss())
+    story.optimizer.zero_grad(set_to_none=to_none)
+    story.train()
+
+
+def zeroing_between_micro_batches(strategy: Any) -> None:
+    throwing_away_between_micro_batches(strategy, to_none=False)
+
+
+def skipping_in_the_last_micro_batch(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    with strategy.no_backward_sync(story.model):
+        story.backward(story.loss())
+    story.net.skips = True
+    story.train()
+
+
+def backward_past_a_step(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    loss = story.loss()
+    story.train()
+    story.backward(loss)
+
+
+def whole_values(strategy: Any) -> None:
+    Story(strategy, sgd).net.load_state_dict(Net().state_dict())
+
+
+BOTH: dict[Any, str] = {
+    hook_before_setup: "parameter 'head.weight' has a hook on its gradient that nothing would call",
+    parameters_of_before: "holds a parameter that no gradient reaches",
+    backward_past_a_step: "modified by an inplace operation",  # autograd's own sentence
+}
+SHARDS: dict[Any, str] = {
+    hook_after_setup: "parameter 'first.weight' got a hook on its gradient",
+    penalty_outside: "the loss was computed from this rank's shard of parameter",
+    value_of_an_attribute: "parameter 'head.bias' was changed in place through its module's attribute",
+    freezing_before_the_backward: "was changed between a forward and its backward",
+    freezing_between_micro_batches: "while its gradient waits for the end of no_backward_sync()",
+    throwing_away_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
+    zeroing_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
+    skipping_in_the_last_micro_batch: "parameter 'block.linear.weight' got a gradient in a micro-batch inside",
+    whole_values: "is a shard of shape (128,) on this rank",
+}
+
+
+def messages(strategy_name: str, acts: list[Any]) -> list[str]:
+    answers = []
+    with get_strategy(strategy_name, accelerator="xla", auto_wrap_policy={Block}) as strategy:
+        for act in acts:
+            try:
+                act(strategy)
+                answers.append("nothing was said")
+            except RuntimeError as error:
+                answers.append(str(error))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("strategy", "refused"),
+    [
+        pytest.param(FSDP, {**BOTH, **SHARDS}, id="xla_fsdp"),
+        pytest.param(SPMD, BOTH, id="xla_spmd", marks=pytest.mark.long),
+    ],
+)
+def test_what_would_be_lost_is_refused_on_every_rank(worlds: Any, strategy: Any, refused: dict[Any, str]) -> None:
+    name, ranks, environment = strategy
+    for said in worlds(ranks, environment).run(messages, name, list(refused), timeout=240):
+        for (act, sentence), message in zip(refused.items(), said, strict=True):
+            assert sentence in message, act.__name__
