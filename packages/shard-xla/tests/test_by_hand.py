@@ -102,11 +102,15 @@ def gradients_by_hand(story: Story) -> None:
         story.model.zero_grad()
 
 
-def weights_kept_and_brought_back(story: Story) -> None:
+def weights_loaded(story: Story) -> None:
+    """Load what the module itself gave, and whole weights from elsewhere."""
     story.train()
     kept = copy.deepcopy(story.net.state_dict())
     story.train()
     story.net.load_state_dict(kept)
+    story.train()
+    torch.manual_seed(1)
+    story.net.load_state_dict(Net().state_dict())
     story.train()
 
 
@@ -118,7 +122,7 @@ STORIES: dict[str, tuple[Callable[[Story], None], Any]] = {
     "several_backwards": (several_backwards, Net.parameters),
     "evaluation_and_weights_by_hand": (evaluation_and_weights_by_hand, Net.parameters),
     "gradients_by_hand": (gradients_by_hand, Net.parameters),
-    "weights_kept_and_brought_back": (weights_kept_and_brought_back, Net.parameters),
+    "weights_loaded": (weights_loaded, Net.parameters),
 }
 
 

@@ -94,10 +94,6 @@ def backward_past_a_step(strategy: Any) -> None:
     story.backward(loss)
 
 
-def whole_values(strategy: Any) -> None:
-    Story(strategy, sgd).net.load_state_dict(Net().state_dict())
-
-
 BOTH: dict[Any, str] = {
     hook_before_setup: "parameter 'head.weight' has a hook on its gradient that nothing would call",
     parameters_of_before: "holds a parameter that no gradient reaches",
@@ -112,7 +108,6 @@ SHARDS: dict[Any, str] = {
     throwing_away_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
     zeroing_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
     skipping_in_the_last_micro_batch: "parameter 'block.linear.weight' got a gradient in a micro-batch inside",
-    whole_values: "is a shard of shape (128,) on this rank",
 }
 
 

@@ -25,6 +25,9 @@ and ``_shard_bwd_hook`` of each of ``full_params``: what a unit does in a forwar
 further backward through it needs it again. Checked on torch_xla 2.9.0. They can go when a graph may be run backward
 twice, and in any order with others.
 
+``XlaFullyShardedDataParallel._fsdp_wrapped_module`` and ``SpmdFullyShardedDataParallel._orig_module``: parts of names
+in the state dict of a module with units. Checked on torch_xla 2.9.0. They can go when it has the module's own names.
+
 ``torch.Tensor._version``, ``_backward_hooks`` and ``_post_accumulate_grad_hooks``: whether a tensor was changed in
 place, and whether it has hooks. Checked on torch 2.9.0. They can go when there are public names for them.
 
@@ -104,6 +107,11 @@ def prepare_backward(unit: Any) -> None:
             unit._register_post_backward_hooks()
     if not unit.reshard_after_forward:  # the others gather of themselves
         unit._rebuild_full_params(apply_opt_barrier=unit.optimization_barrier_in_backward)
+
+
+def without_wrappers(key: str) -> str:
+    """Remove the names of wrappers from a name in a state dict."""
+    return key.replace("_fsdp_wrapped_module.", "").replace("_orig_module.", "")
 
 
 def changes_of(tensor: torch.Tensor) -> int:

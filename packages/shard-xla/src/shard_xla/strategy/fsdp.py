@@ -25,7 +25,7 @@ from shard_xla.strategy import runtime, units
 from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.held import check_held
-from shard_xla.strategy.layout import Layout, check_on_host, refuse_whole_values, release
+from shard_xla.strategy.layout import Layout, check_on_host, release, take_own_names, take_whole_values
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.wholes import WholeParameters
 
@@ -93,7 +93,8 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         layout.tie_buffers()
         wholes = WholeParameters(root, {id(layout.places[name].tensor): name for name in layout.places})
         self._sharded[module] = _Sharded(layout, weakref.ref(wholes))
-        refuse_whole_values(module, layout)
+        take_own_names(module)
+        take_whole_values(module, layout, self.global_rank)
         self._repoint(optimizers, names, layout)
         release(names)
         NoInferenceMode(root)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shard_core.errors import CheckpointError, SetupError
 from shard_core.parameters import plain_name
+from shard_xla._versions import without_wrappers
+from shard_xla.checkpoint import flat_part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,7 +91,7 @@ class Layout:
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Give the shape of the whole tensor of a name."""
-        return self.places[name].shape
+        return self._everywhere[name].shape
 
     def check_complete(self, module: str) -> None:
         """Refuse to save a module that keeps state which is no tensor.
@@ -142,26 +144,44 @@ def release(names: ParameterNames) -> None:
             parameter.data = torch.empty((0,) * max(1, parameter.dim()), dtype=parameter.dtype)
 
 
-def refuse_whole_values(module: nn.Module, layout: Layout) -> None:
-    """Let a module whose parameters are shards load shards alone.
+def take_own_names(module: nn.Module) -> None:
+    """Let ``load_state_dict`` of a module with wrappers in it take what has the user's names, too.
+
+    Args:
+        module: The user's.
+    """
+
+    def rename(module: nn.Module, values: dict[str, Any], prefix: str, *rest: Any) -> None:
+        del rest
+        for key in module.state_dict():
+            if prefix + without_wrappers(key) in values:
+                values[prefix + key] = values.pop(prefix + without_wrappers(key))
+
+    module.register_load_state_dict_pre_hook(rename)
+
+
+def take_whole_values(module: nn.Module, layout: Layout, rank: int) -> None:
+    """Let ``load_state_dict`` of a module whose parameters are shards take whole values, too.
 
     Args:
         module: The user's, sharded.
         layout: Where its parameters are.
+        rank: This rank.
     """
 
-    def check(module: nn.Module, values: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        del module, rest
-        for name, shard in layout.parameters.items():
-            value = values.get(prefix + name)
-            if value is not None and value.shape != shard.shape:
-                raise SetupError(
-                    f"parameter {name!r} is a shard of shape {tuple(shard.shape)} on this rank, and load_state_dict() "
-                    f"was given a value of shape {tuple(value.shape)}; load whole values before setup, or with "
-                    "strategy.load_checkpoint()."
-                )
+    def cut(module: nn.Module, values: dict[str, Any], prefix: str, *rest: Any) -> None:
+        del rest
+        shards = layout.parameters
+        names = {prefix + key: without_wrappers(key) for key in module.state_dict()}
+        given = {key: name for key, name in names.items() if key in values and name in shards}
+        # Some shards are as long as the whole parameter: what comes along tells which was given.
+        if all(values[key].shape == shards[name].shape for key, name in given.items()):
+            return
+        for key, name in given.items():
+            if tuple(values[key].shape) == layout.shape_of(name):
+                values[key] = flat_part(values[key], shards[name], rank=rank)
 
-    module.register_load_state_dict_pre_hook(check)
+    module.register_load_state_dict_pre_hook(cut)
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from shard_xla.strategy import runtime, spreading
 from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.held import check_held
-from shard_xla.strategy.layout import Layout, check_on_host, release
+from shard_xla.strategy.layout import Layout, check_on_host, release, take_own_names
 from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         self._repoint(optimizers, names, layout)
         release(names)
         root = spreading.wrap(module, self.config, self._devices)
+        take_own_names(module)
         NoInferenceMode(root)
         return root
 
