@@ -127,12 +127,25 @@ def forget_dead_groups() -> None:
             groups._release_process_group_references()
 
 
+def step_float32_in_place(zero: Any, rank: int) -> None:
+    """Let what is stepped at stages 1 and 2 be the module's own values, where they are in float32, and no copy."""
+    for flat, partitions in zip(
+        zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups, strict=True
+    ):
+        if partitions[rank].dtype == flat.dtype:
+            flat.data = partitions[rank].data
+
+
 def float32_run(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Give this rank's run of a parameter's float32 copy at stages 1 and 2, and where it begins."""
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return torch.empty(0, device=parameter.device), 0
-    return mapping.hp_fragment.detach(), mapping.lp_fragment_address.start
+    # As it was made it keeps what autograd knew of the parameter's shape then.
+    mapping.lp_fragment = mapping.lp_fragment.detach()
+    if mapping.lp_fragment.dtype == mapping.hp_fragment.dtype:
+        mapping.hp_fragment = mapping.lp_fragment
+    return mapping.hp_fragment.data, mapping.lp_fragment_address.start  # counts writes by itself, as no view does
 
 
 def take_averaged_gradients(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -156,7 +169,7 @@ def float32_shard(parameter: torch.Tensor) -> torch.Tensor:
     from deepspeed.utils import safe_get_local_fp32_param
 
     shard: torch.Tensor = safe_get_local_fp32_param(parameter)
-    return shard.detach()
+    return shard.data  # counts writes by itself, as no view does
 
 
 def gradient_shard(parameter: torch.Tensor) -> torch.Tensor:
@@ -167,9 +180,21 @@ def gradient_shard(parameter: torch.Tensor) -> torch.Tensor:
     return shard
 
 
+def shard_of(parameter: Any) -> torch.Tensor | None:
+    """Give the tensor that holds this rank's shard of a parameter itself at stage 3; None if it is not sharded."""
+    shard: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
+    return shard
+
+
 def stored_shard(parameter: Any) -> torch.Tensor | None:
     """Give this rank's shard of a parameter itself at stage 3, with its padding; None if it is not sharded."""
-    return parameter.ds_tensor.data if hasattr(parameter, "ds_tensor") else None
+    shard = shard_of(parameter)
+    return None if shard is None else shard.data
+
+
+def is_away(parameter: Any) -> bool:
+    """Tell whether a parameter's values are spread over ranks just now, and nothing of them in the module."""
+    return hasattr(parameter, "ds_status") and parameter.ds_status.name != "AVAILABLE"
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:

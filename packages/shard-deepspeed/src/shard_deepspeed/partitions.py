@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shard_core.checkpoint.shard import FlatPart
+from shard_core.errors import SetupError
 from shard_deepspeed import _versions
 
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Trained:
-    """One trained parameter.
-
-    Attributes:
-        parameter: The module's.
-        part: What of it this rank steps; its values are the optimizer's own parameter.
-        reached: Whether the backward that runs, or ran last, has made a gradient for it.
-        waits: Whether there is a gradient that is not averaged yet.
-    """
-
-    parameter: torch.nn.Parameter
-    part: FlatPart
-    reached: bool = False
-    waits: bool = False
-
-    def note(self, parameter: torch.Tensor) -> None:
-        """Be told by autograd of a gradient."""
-        del parameter
-        self.reached = self.waits = True
+if TYPE_CHECKING:
+    from shard_deepspeed.trained import Trained
 
 
 class Partitions(abc.ABC):
@@ -54,6 +35,11 @@ class Partitions(abc.ABC):
     @abc.abstractmethod
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
         """Tell which run of a parameter this rank steps; its values share the engine's memory."""
+
+    def beside(self, parameter: torch.Tensor, part: FlatPart) -> torch.Tensor | None:
+        """Give the module's own values where a part has a copy of them; None where there is one of both."""
+        del parameter, part
+        return None
 
     def make_ready(self, trained: Iterable[Trained]) -> None:
         """Get ready for a backward whose gradients are to add to those the parts have."""
@@ -97,12 +83,32 @@ class Whole(Partitions):
 
 
 class Runs(Partitions):
-    """Stages 1 and 2: all parameters stand in one flat tensor, of whose float32 copy each rank steps a run."""
+    """Stages 1 and 2: all parameters stand in one flat tensor, and each rank steps a run of it, in float32."""
+
+    def __init__(self, engine: Any, rank: int) -> None:
+        super().__init__(engine, rank)
+        _versions.step_float32_in_place(self._zero, rank)
+        self._places: dict[int, torch.Tensor] = {}
 
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
         """Find the parameter's part of this rank's run."""
+        self._places[id(parameter)] = parameter.data
         values, start = _versions.float32_run(parameter)
         return FlatPart(shape=tuple(parameter.shape), start=start, values=torch.nn.Parameter(values))
+
+    def beside(self, parameter: torch.Tensor, part: FlatPart) -> torch.Tensor | None:
+        """Give the parameter's run of the flat tensor, back in its place, unless it is the part."""
+        place = self._places[id(parameter)]
+        if parameter.data_ptr() != place.data_ptr():
+            if parameter.shape != place.shape:
+                raise SetupError(
+                    f"a parameter of shape {tuple(place.shape)} was given values of shape {tuple(parameter.shape)} "
+                    "after setup; keep the shape."
+                )
+            place.copy_(parameter)
+            parameter.data = place
+        own = place.view(-1)[part.start : part.start + part.values.numel()]
+        return None if own.data_ptr() == part.values.data_ptr() else own
 
     def reduce(self, trained: Iterable[Trained]) -> None:
         """Average gradients, and with them those that only deferred backwards have made."""
@@ -140,6 +146,14 @@ class Shards(Partitions):
         part = FlatPart(shape=part.shape, start=part.start, values=torch.nn.Parameter(part.values))
         self._gradients[id(parameter)] = _versions.gradient_shard(parameter)[: part.values.numel()]
         return part
+
+    def beside(self, parameter: torch.Tensor, part: FlatPart) -> torch.Tensor | None:
+        """Give the run of a parameter that stays whole, or a shard of another dtype."""
+        if not _versions.is_away(parameter):
+            return parameter.detach().reshape(-1)[part.start : part.start + part.values.numel()]
+        shard = _versions.stored_shard(parameter)
+        assert shard is not None
+        return None if shard.dtype == part.values.dtype else shard[: part.values.numel()]
 
     def make_ready(self, trained: Iterable[Trained]) -> None:
         """Zero what is not to be added to: DeepSpeed adds gradients up in one place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,11 +137,32 @@ class DeepSpeedStrategy(Strategy):
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
         """Run autograd, and average what it leaves; the loss may have come through several modules."""
         del module
+        if self.config.zero_stage == 3 and kwargs.get("retain_graph"):
+            raise InvalidOption(
+                "retain_graph was passed to backward, and stage 3 lets go of whole parameters while a backward runs, "
+                "so there is no second one through a forward; add the losses and call backward once, or take stage 1 "
+                "or 2."
+            )
         for zero in self._zero.values():
             zero.make_ready()
-        loss.backward(**kwargs)
+        with self._translated():
+            loss.backward(**kwargs)
         for zero in self._zero.values():
             zero.finish()
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Say what it means if autograd finds the shapes of parameters changed that stage 3 gathers and lets go."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.config.zero_stage != 3 or "expected shape compatible with" not in str(error):
+                raise
+            raise SetupError(
+                "the loss reads parameters outside the module's forward, where stage 3 has nothing of them; compute "
+                "that part of the loss inside forward, take the optimizer's weight_decay for an L2 penalty, or take "
+                "stage 1 or 2."
+            ) from error
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Give the gradients of this rank's parts."""
@@ -150,15 +171,19 @@ class DeepSpeedStrategy(Strategy):
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step this rank's parts and bring them to all ranks."""
         modules = self._stepped_by(optimizer)
-        if closure is None:
-            for zero in modules:
+        for zero in modules:
+            zero.take_edits()
+            if closure is None:
                 zero.check_averaged(optimizer)
 
         def evaluate() -> Any:
             assert closure is not None
             for zero in modules:
                 zero.publish()
-            return closure()
+            loss = closure()
+            for zero in modules:
+                zero.follow_gradients()
+            return loss
 
         self._stepping = optimizer
         try:
@@ -179,18 +204,27 @@ class DeepSpeedStrategy(Strategy):
             )
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> list[ZeroModule]:
+        """List the modules an optimizer steps, everything that users may have done to either since taken in."""
+        for zero in self._zero.values():
+            zero.adopt(optimizer)
+            zero.follow_gradients()
         return [zero for zero in self._zero.values() if zero.steps(optimizer)]
 
     def engine_state(
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:
         """Describe this rank's parts."""
+        sharded = [self._zero[module] for module in modules.values() if module in self._zero]
+        for zero in sharded:
+            zero.take_edits()
+            for optimizer in optimizers.values():
+                zero.adopt(optimizer)
         return ZeroState(
             modules,
             optimizers,
             rank=self.global_rank,
             world_size=self.world_size,
-            sharded=[self._zero[module] for module in modules.values() if module in self._zero],
+            sharded=sharded,
         )
 
     def engine_worth_trying(

@@ -13,7 +13,9 @@ from shard_core.errors import SetupError
 from shard_core.gradients import LocalGradient
 from shard_core.inference_mode import NoInferenceMode
 from shard_deepspeed import _versions
-from shard_deepspeed.partitions import Trained, partitions, shard_part
+from shard_deepspeed.edits import Edits, Held
+from shard_deepspeed.partitions import partitions, shard_part
+from shard_deepspeed.trained import Trained
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.shard import FlatPart
@@ -43,18 +45,25 @@ class ZeroModule:
         self._layout = partitions(engine, rank)
         self._trained: dict[int, Trained] = {}
         self._parts: dict[int, FlatPart] = {}
-        for parameter in module.parameters():
+        held = []
+        for name, parameter in module.named_parameters():
             stored = _versions.stored_shard(parameter)
             if is_trained(parameter):
-                self._trained[id(parameter)] = Trained(parameter=parameter, part=self._layout.part(parameter))
-                self._parts[id(parameter)] = self._trained[id(parameter)].part
+                part = self._layout.part(parameter)
+                self._trained[id(parameter)] = Trained(name=name, parameter=parameter, part=part)
             elif stored is not None:
-                self._parts[id(parameter)] = shard_part(parameter, stored, rank)
+                part = shard_part(parameter, stored, rank)
+            else:
+                continue
+            self._parts[id(parameter)] = part
+            held.append(Held(name=name, parameter=parameter, part=part))
+        self._edits = Edits(self._layout, held)
         self._stepped = {id(each.part.values) for each in self._trained.values()}
         self._hooks: list[Any] = [
             each.parameter.register_post_accumulate_grad_hook(each.note) for each in self._trained.values()
         ]
         self._hooks.append(NoInferenceMode(module))
+        self._hooks.append(module.register_forward_pre_hook(self._begin_forward))
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer steps parts of this module."""
@@ -73,6 +82,14 @@ class ZeroModule:
             names: The names they had before setup.
         """
         names.repoint([optimizer], self._module)
+        self.adopt(optimizer)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchange parameters of the module in an optimizer's groups for their parts.
+
+        Args:
+            optimizer: One that may have been given more of them, by ``add_param_group``.
+        """
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
                 trained = self._trained.get(id(parameter))
@@ -86,19 +103,36 @@ class ZeroModule:
 
     def make_ready(self) -> None:
         """Get ready for a backward."""
+        self.follow_gradients()
         for each in self._trained.values():
             each.reached = False
+            each.hide_gradient()
         self._layout.make_ready(self._trained.values())
 
     def finish(self) -> None:
         """Average what a backward has left and add it to the parts' gradients, unless that is deferred."""
-        if self.deferring or not any(each.reached for each in self._trained.values()):
-            return
-        waiting = [each for each in self._trained.values() if each.waits]
-        self._layout.reduce(self._trained.values())
-        self._layout.collect(waiting)
-        for each in waiting:
-            each.waits = False
+        if not self.deferring and any(each.reached for each in self._trained.values()):
+            waiting = [each for each in self._trained.values() if each.waits]
+            self._layout.reduce(self._trained.values())
+            self._layout.collect(waiting)
+            for each in waiting:
+                each.waits = False
+        for each in self._trained.values():
+            each.show_gradient()
+
+    def _begin_forward(self, module: torch.nn.Module, args: object) -> None:
+        """Know early which gradients are gone: a backward's denominator is added to those of the others."""
+        del module, args
+        self.follow_gradients()
+
+    def follow_gradients(self) -> None:
+        """Throw gradients away that the module's parameters show no more."""
+        for each in self._trained.values():
+            each.follow_gradient()
+
+    def take_edits(self) -> None:
+        """Take what was written into the module's parameters into the parts."""
+        self._edits.take()
 
     def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """See that an optimizer is not stepped without gradients that were made for it.
@@ -132,6 +166,7 @@ class ZeroModule:
     def publish(self) -> None:
         """Bring the parts' values, stepped or loaded, to all ranks."""
         self._layout.publish()
+        self._edits.record()
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -148,6 +183,8 @@ class ZeroModule:
         """Take all hooks off the module."""
         for hook in self._hooks:
             hook.remove()
+        for each in self._trained.values():
+            each.hide_gradient()
         _versions.destroy(self.engine)
 
 

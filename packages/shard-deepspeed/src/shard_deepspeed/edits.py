@@ -1,0 +1,86 @@
+"""Values that users write into a module's own parameters, beside the parts that optimizers step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from shard_core.errors import SetupError
+from shard_deepspeed import _versions
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.shard import FlatPart
+    from shard_deepspeed.partitions import Partitions
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Held:
+    """A parameter of which this rank holds a part.
+
+    Attributes:
+        name: The parameter's, in the module.
+        parameter: The module's.
+        part: What of it this rank holds.
+        published: How often the parameter, its shard and the part had been written to when they last were the same.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    part: FlatPart
+    published: tuple[int, int, int] = (0, 0, 0)
+
+    def written(self) -> tuple[int, int, int]:
+        """Tell how often the parameter, its shard and the part have been written to."""
+        shard = _versions.shard_of(self.parameter)
+        return self.parameter._version, 0 if shard is None else shard._version, self.part.values._version
+
+
+class Edits:
+    """Takes what users write into a module's parameters into the parts, as if there were no parts.
+
+    Args:
+        layout: Of the module's parameters.
+        held: Those of which this rank holds a part.
+    """
+
+    def __init__(self, layout: Partitions, held: Iterable[Held]) -> None:
+        self._layout = layout
+        self._held = list(held)
+        self.record()
+
+    def record(self) -> None:
+        """Take note that module and parts are the same now."""
+        for each in self._held:
+            each.published = each.written()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take what was written since.
+
+        Raises:
+            SetupError: If a parameter was written to that was not there.
+        """
+        for each in self._held:
+            (own, shard, part), published = each.written(), each.published
+            beside = self._layout.beside(each.parameter, each.part)
+            written = own != published[0] or each.parameter.numel()
+            if written and shard == published[1] and _versions.is_away(each.parameter):
+                raise SetupError(
+                    f"{each.name!r} was written to between forwards, when its values are spread over ranks and nothing "
+                    "of them is in the module; write to it inside deepspeed.zero.GatheredParameters([parameter], "
+                    "modifier_rank=0), or take values from a file with strategy.load_weights."
+                )
+            # Who wrote to the part alone, through the optimizer's groups, means the part.
+            if beside is not None and (part == published[2] or own != published[0]):
+                _take(beside, each.part.values)
+
+
+def _take(written: torch.Tensor, values: torch.Tensor) -> None:
+    """Take values over; where they are the part's own, rounded, the part knows them better."""
+    if written.dtype == values.dtype:
+        values.copy_(written)
+    else:
+        values.copy_(torch.where(written == values.to(written.dtype), values, written.to(values.dtype)))

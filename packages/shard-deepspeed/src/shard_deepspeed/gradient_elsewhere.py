@@ -1,0 +1,63 @@
+"""What a module's parameter shows as its gradient while the gradient stands in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shard_core.errors import SetupError
+
+
+class GradientElsewhere(torch.Tensor):
+    """A gradient's shape without its values: thrown away, zeroed or scaled, it is the part's; all else is refused.
+
+    Without it ``p.grad`` of a module's parameter would be None between a backward and a step, and loops over gradients,
+    and ``module.zero_grad()``, would do nothing and say nothing.
+
+    Args:
+        parameter: The module's.
+        part: The optimizer's, whose gradient is meant.
+    """
+
+    _part: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[GradientElsewhere], parameter: torch.Tensor, part: torch.Tensor) -> GradientElsewhere:
+        """Take one element's memory, whatever the shape."""
+        made = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
+        made._part = part
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is a stand-in that disables it
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do to the part's gradient what comes to the same element by element, by one number for all.
+
+        Raises:
+            SetupError: If anything else is done with it.
+        """
+        del types
+        shown, *numbers = args
+        aten = torch.ops.aten
+        if func is aten._foreach_zero_.default:
+            for each in shown:
+                each.zero_()
+            return None
+        scales = func in (aten.zero_.default, aten.mul_.Tensor, aten.div_.Tensor) and isinstance(shown, cls)
+        if kwargs or not scales or any(isinstance(number, torch.Tensor) and number.dim() for number in numbers):
+            raise SetupError(
+                "a gradient was read or changed in .grad of a module's parameter, and it stands in .grad of this "
+                "rank's part, in optimizer.param_groups; clip with strategy.clip_gradients_norm, change the parts' "
+                "gradients, and call strategy.backward(loss, model) instead of loss.backward()."
+            )
+        if shown._part.grad is not None:
+            func(shown._part.grad, *numbers)
+        return shown
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no annotation
+        """Say what this is, where printing values would be refused."""
+        del tensor_contents
+        return f"<gradient of shape {tuple(self.shape)}; its values stand in the parts of optimizer.param_groups>"

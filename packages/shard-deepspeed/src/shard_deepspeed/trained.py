@@ -1,0 +1,77 @@
+"""One trained parameter, its part, and how far its gradient has come."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from shard_core.errors import SetupError
+from shard_deepspeed.gradient_elsewhere import GradientElsewhere
+
+if TYPE_CHECKING:
+    import torch
+
+    from shard_core.checkpoint.shard import FlatPart
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Trained:
+    """One trained parameter.
+
+    A gradient stands in the part. The module's parameter shows that there is one, so that who throws it away there,
+    by ``module.zero_grad()`` for one, throws it away.
+
+    Attributes:
+        name: The parameter's, in the module.
+        parameter: The module's.
+        part: What of it this rank steps; its values are the optimizer's own parameter.
+        reached: Whether the backward that runs, or ran last, has made a gradient for it.
+        waits: Whether there is a gradient that is not averaged yet.
+        shown: Whether the module's parameter shows a gradient, unless somebody took it away.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    part: FlatPart
+    reached: bool = False
+    waits: bool = False
+    shown: bool = False
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Be told by autograd of a gradient."""
+        del parameter
+        self.reached = self.waits = True
+
+    def show_gradient(self) -> None:
+        """Let the module's parameter show that its part has a gradient."""
+        values, parameter = self.part.values, self.parameter
+        if values is parameter:
+            return
+        if values.grad is not None and parameter.grad is None:
+            parameter.grad = GradientElsewhere(parameter, values)
+        self.shown = parameter.grad is not None
+
+    def hide_gradient(self) -> None:
+        """Leave room for what a backward makes."""
+        if isinstance(self.parameter.grad, GradientElsewhere):
+            self.parameter.grad = None
+            self.shown = False
+
+    def follow_gradient(self) -> None:
+        """Throw the gradient away if it is gone from the module's parameter, and show none that is gone from the part.
+
+        Raises:
+            SetupError: If there is another one in its place.
+        """
+        if not self.shown:
+            return
+        if self.parameter.grad is None:
+            self.part.values.grad = None
+            self.reached = self.waits = self.shown = False
+        elif self.part.values.grad is None:
+            self.hide_gradient()
+        elif not self.waits and not isinstance(self.parameter.grad, GradientElsewhere):
+            raise SetupError(
+                f"a gradient was put into .grad of {self.name!r}, and the step reads that of this rank's part of it; "
+                "change gradients in optimizer.param_groups, or give backward a loss that has them."
+            )
