@@ -128,12 +128,15 @@ def forget_dead_groups() -> None:
 
 
 def step_float32_in_place(zero: Any, rank: int) -> None:
-    """Let what is stepped at stages 1 and 2 be the module's own values, where they are in float32, and no copy."""
-    for flat, partitions in zip(
-        zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups, strict=True
-    ):
-        if partitions[rank].dtype == flat.dtype:
-            flat.data = partitions[rank].data
+    """Let what is stepped be the module's own values, where these are in float32, and no copy of them."""
+    if hasattr(zero, "fp16_partitioned_groups_flat"):
+        stepped, own = zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
+    else:
+        stepped = zero.single_partition_of_fp32_groups
+        own = [partitions[rank] for partitions in zero.parallel_partitioned_bit16_groups]
+    for flat, values in zip(stepped, own, strict=True):
+        if flat.dtype == values.dtype:
+            flat.data = values.data
 
 
 def float32_run(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:

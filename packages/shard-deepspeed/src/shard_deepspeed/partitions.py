@@ -137,6 +137,7 @@ class Shards(Partitions):
 
     def __init__(self, engine: Any, rank: int) -> None:
         super().__init__(engine, rank)
+        _versions.step_float32_in_place(self._zero, rank)
         self._gradients: dict[int, torch.Tensor] = {}
 
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
@@ -148,12 +149,12 @@ class Shards(Partitions):
         return part
 
     def beside(self, parameter: torch.Tensor, part: FlatPart) -> torch.Tensor | None:
-        """Give the run of a parameter that stays whole, or a shard of another dtype."""
+        """Give the run of a parameter that is whole just now, or its shard, unless that is the part."""
         if not _versions.is_away(parameter):
             return parameter.detach().reshape(-1)[part.start : part.start + part.values.numel()]
         shard = _versions.stored_shard(parameter)
         assert shard is not None
-        return None if shard.dtype == part.values.dtype else shard[: part.values.numel()]
+        return None if shard.data_ptr() == part.values.data_ptr() else shard[: part.values.numel()]
 
     def make_ready(self, trained: Iterable[Trained]) -> None:
         """Zero what is not to be added to: DeepSpeed adds gradients up in one place."""
