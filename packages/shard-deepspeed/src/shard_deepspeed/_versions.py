@@ -10,7 +10,8 @@ lets one choose the collectives.
 outlives the group, and the next engine fails on it. They can go when engines look whether their group still exists.
 
 ``Parameter._hp_mapping``, ``params_in_partition``, ``averaged_gradients``, ``update_lp_params``,
-``reduce_ready_partitions_and_remove_grads`` of the optimizer of stages 1 and 2: which run of a parameter's float32
+``reduce_ready_partitions_and_remove_grads``, ``single_partition_of_fp32_groups`` and
+``parallel_partitioned_bit16_groups`` of the optimizer of stages 1 and 2: which run of a parameter's float32
 copy is on this rank, its averaged gradient, and bringing stepped values to the parameters. The public
 ``safe_get_full_*`` gather; the local ones are for stage 3 alone. They can go when those serve stages 1 and 2 too.
 
@@ -20,10 +21,14 @@ view. What is done about it can go when DeepSpeed sends them otherwise.
 ``module_forward_pre_hook`` and ``module_forward_post_hook`` of an engine, ``FWD_MODULE_STACK``: what ``destroy`` leaves
 on a module, and a list that keeps the module alive. They can go when ``destroy`` takes care of both.
 
-``micro_step_id``, ``fp16_groups``, ``_reassign_or_swap_out_partitioned_parameters``, ``checkpoint_event_prologue`` and
-``checkpoint_event_epilogue`` of the optimizer of stage 3: adding gradients up rather than replacing them, and bringing
-stepped values to the parameters. ``ds_tensor``, ``ds_shape`` and ``ds_numel`` of a parameter: its shard. They can go
-when DeepSpeed tells of a parameter's shard, and takes changed ones, in public.
+``micro_step_id``, ``fp16_groups``, ``fp16_partitioned_groups_flat``, ``fp32_partitioned_groups_flat``,
+``_reassign_or_swap_out_partitioned_parameters``, ``checkpoint_event_prologue`` and ``checkpoint_event_epilogue`` of the
+optimizer of stage 3: adding gradients up rather than replacing them, and bringing stepped values to the parameters.
+``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``ds_status`` of a parameter: its shard, and whether it is whole. They can
+go when DeepSpeed tells of a parameter's shard, and takes changed ones, in public.
+
+``Tensor._version``: how often a tensor was written to in place. It is torch's own name for it, and documented in its
+notes on autograd alone.
 """
 
 from __future__ import annotations
@@ -127,16 +132,19 @@ def forget_dead_groups() -> None:
             groups._release_process_group_references()
 
 
+def stepped_and_own(zero: Any, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Give the flat tensors that are stepped on this rank and those of the module's own values, pair by pair."""
+    if hasattr(zero, "fp16_partitioned_groups_flat"):
+        return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
+    own = [partitions[rank] for partitions in zero.parallel_partitioned_bit16_groups]
+    return list(zip(zero.single_partition_of_fp32_groups, own, strict=True))
+
+
 def step_float32_in_place(zero: Any, rank: int) -> None:
     """Let what is stepped be the module's own values, where these are in float32, and no copy of them."""
-    if hasattr(zero, "fp16_partitioned_groups_flat"):
-        stepped, own = zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
-    else:
-        stepped = zero.single_partition_of_fp32_groups
-        own = [partitions[rank] for partitions in zero.parallel_partitioned_bit16_groups]
-    for flat, values in zip(stepped, own, strict=True):
-        if flat.dtype == values.dtype:
-            flat.data = values.data
+    for stepped, own in stepped_and_own(zero, rank):
+        if stepped.dtype == own.dtype:
+            stepped.data = own.data
 
 
 def float32_run(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -63,9 +63,10 @@ class Edits:
         Raises:
             SetupError: If a parameter was written to that was not there.
         """
+        strayed = self._layout.strayed()
         for each in self._held:
             (own, shard, part), published = each.written(), each.published
-            beside = self._layout.beside(each.parameter, each.part)
+            beside = self._layout.beside(each.parameter, each.part, strayed)
             written = own != published[0] or each.parameter.numel()
             if written and shard == published[1] and _versions.is_away(each.parameter):
                 raise SetupError(

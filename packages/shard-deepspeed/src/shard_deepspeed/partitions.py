@@ -36,9 +36,22 @@ class Partitions(abc.ABC):
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
         """Tell which run of a parameter this rank steps; its values share the engine's memory."""
 
-    def beside(self, parameter: torch.Tensor, part: FlatPart) -> torch.Tensor | None:
-        """Give the module's own values where a part has a copy of them; None where there is one of both."""
-        del parameter, part
+    def strayed(self) -> bool:
+        """Tell whether the module's own values on this rank are others than the parts', rounded to their dtype."""
+        return False
+
+    def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
+        """Give the module's own values that a part may have to take; None where it has no others.
+
+        Args:
+            parameter: The module's.
+            part: What of it this rank holds.
+            strayed: What the method of that name has told.
+
+        Raises:
+            SetupError: If the parameter was given values of another shape.
+        """
+        del parameter, part, strayed
         return None
 
     def make_ready(self, trained: Iterable[Trained]) -> None:
@@ -82,12 +95,26 @@ class Whole(Partitions):
         """Have nothing to do."""
 
 
-class Runs(Partitions):
-    """Stages 1 and 2: all parameters stand in one flat tensor, and each rank steps a run of it, in float32."""
+class Flat(Partitions):
+    """What stages 1 to 3 have in common: values on this rank stand in flat tensors, stepped in float32."""
 
     def __init__(self, engine: Any, rank: int) -> None:
         super().__init__(engine, rank)
         _versions.step_float32_in_place(self._zero, rank)
+
+    def strayed(self) -> bool:
+        """Compare whole flat tensors, unless they are the same."""
+        return any(
+            stepped.dtype != own.dtype and not torch.equal(stepped.to(own.dtype), own)
+            for stepped, own in _versions.stepped_and_own(self._zero, self._rank)
+        )
+
+
+class Runs(Flat):
+    """Stages 1 and 2: all parameters stand in one flat tensor, of which each rank steps a run."""
+
+    def __init__(self, engine: Any, rank: int) -> None:
+        super().__init__(engine, rank)
         self._places: dict[int, torch.Tensor] = {}
 
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
@@ -96,10 +123,11 @@ class Runs(Partitions):
         values, start = _versions.float32_run(parameter)
         return FlatPart(shape=tuple(parameter.shape), start=start, values=torch.nn.Parameter(values))
 
-    def beside(self, parameter: torch.Tensor, part: FlatPart) -> torch.Tensor | None:
+    def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
         """Give the parameter's run of the flat tensor, back in its place, unless it is the part."""
         place = self._places[id(parameter)]
-        if parameter.data_ptr() != place.data_ptr():
+        moved = parameter.data_ptr() != place.data_ptr()
+        if moved:
             if parameter.shape != place.shape:
                 raise SetupError(
                     f"a parameter of shape {tuple(place.shape)} was given values of shape {tuple(parameter.shape)} "
@@ -107,8 +135,9 @@ class Runs(Partitions):
                 )
             place.copy_(parameter)
             parameter.data = place
-        own = place.view(-1)[part.start : part.start + part.values.numel()]
-        return None if own.data_ptr() == part.values.data_ptr() else own
+        if place.dtype == part.values.dtype or not (moved or strayed):
+            return None
+        return place.view(-1)[part.start : part.start + part.values.numel()]
 
     def reduce(self, trained: Iterable[Trained]) -> None:
         """Average gradients, and with them those that only deferred backwards have made."""
@@ -132,12 +161,11 @@ class Runs(Partitions):
         _versions.publish_runs(self._zero)
 
 
-class Shards(Partitions):
+class Shards(Flat):
     """Stage 3: each parameter is cut into equal shards, the last of them padded."""
 
     def __init__(self, engine: Any, rank: int) -> None:
         super().__init__(engine, rank)
-        _versions.step_float32_in_place(self._zero, rank)
         self._gradients: dict[int, torch.Tensor] = {}
 
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
@@ -148,13 +176,12 @@ class Shards(Partitions):
         self._gradients[id(parameter)] = _versions.gradient_shard(parameter)[: part.values.numel()]
         return part
 
-    def beside(self, parameter: torch.Tensor, part: FlatPart) -> torch.Tensor | None:
+    def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
         """Give the run of a parameter that is whole just now, or its shard, unless that is the part."""
         if not _versions.is_away(parameter):
             return parameter.detach().reshape(-1)[part.start : part.start + part.values.numel()]
-        shard = _versions.stored_shard(parameter)
-        assert shard is not None
-        return None if shard.data_ptr() == part.values.data_ptr() else shard[: part.values.numel()]
+        shard = _versions.stored_shard(parameter) if strayed else None
+        return None if shard is None or shard.dtype == part.values.dtype else shard[: part.values.numel()]
 
     def make_ready(self, trained: Iterable[Trained]) -> None:
         """Zero what is not to be added to: DeepSpeed adds gradients up in one place."""
