@@ -57,6 +57,11 @@ class GradientElsewhere(torch.Tensor):
             func(shown._part.grad, *numbers)
         return shown
 
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # torch's is an attribute
+        """Give that of the part's gradient, which may be finer than the parameter's."""
+        return self._part.dtype
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no annotation
         """Say what this is, where printing values would be refused."""
         del tensor_contents
