@@ -210,6 +210,11 @@ def assign_gradient(strategy: Any, model: Any, optimizer: Any) -> None:
     strategy.optimizer_step(optimizer)
 
 
+def assign_first(strategy: Any, model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    assign_gradient(strategy, model, optimizer)
+
+
 def clip_gradient(strategy: Any, model: Any, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
@@ -233,10 +238,11 @@ def refused(stage: int, hands: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_that_are_not_there_are_refused(worlds: Any, stage: int) -> None:
-    for messages in worlds(2).run(refused, stage, [assign_gradient, clip_gradient, backward_around]):
+    for messages in worlds(2).run(refused, stage, [assign_gradient, clip_gradient, backward_around, assign_first]):
         assert "put into .grad of 'first.weight'" in messages[0]
         assert "strategy.clip_gradients_norm" in messages[1]
         assert "strategy.backward" in messages[2]
+        assert messages[3] == messages[0]
 
 
 def deferred(strategy: Any, model: Any, optimizer: Any, share: Any) -> None:

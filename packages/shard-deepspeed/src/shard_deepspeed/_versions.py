@@ -205,7 +205,8 @@ def stored_shard(parameter: Any) -> torch.Tensor | None:
 
 def is_away(parameter: Any) -> bool:
     """Tell whether a parameter's values are spread over ranks just now, and nothing of them in the module."""
-    return hasattr(parameter, "ds_status") and parameter.ds_status.name != "AVAILABLE"
+    status = getattr(parameter, "ds_status", None)
+    return status is not None and status.name != "AVAILABLE"
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:

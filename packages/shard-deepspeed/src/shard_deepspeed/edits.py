@@ -65,17 +65,20 @@ class Edits:
         """
         strayed = self._layout.strayed()
         for each in self._held:
-            (own, shard, part), published = each.written(), each.published
             beside = self._layout.beside(each.parameter, each.part, strayed)
-            written = own != published[0] or each.parameter.numel()
-            if written and shard == published[1] and _versions.is_away(each.parameter):
+            away = _versions.is_away(each.parameter)
+            if beside is None and not away:
+                continue
+            (own, shard, part), published = each.written(), each.published
+            rewritten = own != published[0]
+            if away and shard == published[1] and (rewritten or each.parameter.numel()):
                 raise SetupError(
                     f"{each.name!r} was written to between forwards, when its values are spread over ranks and nothing "
                     "of them is in the module; write to it inside deepspeed.zero.GatheredParameters([parameter], "
                     "modifier_rank=0), or take values from a file with strategy.load_weights."
                 )
             # Who wrote to the part alone, through the optimizer's groups, means the part.
-            if beside is not None and (part == published[2] or own != published[0]):
+            if beside is not None and (rewritten or part == published[2]):
                 _take(beside, each.part.values)
 
 

@@ -179,7 +179,7 @@ class Shards(Flat):
     def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
         """Give the run of a parameter that is whole just now, or its shard, unless that is the part."""
         if not _versions.is_away(parameter):
-            return parameter.detach().reshape(-1)[part.start : part.start + part.values.numel()]
+            return parameter.reshape(-1).narrow(0, part.start, part.values.numel())
         shard = _versions.stored_shard(parameter) if strayed else None
         return None if shard is None or shard.dtype == part.values.dtype else shard[: part.values.numel()]
 

@@ -36,6 +36,7 @@ class Trained:
     reached: bool = False
     waits: bool = False
     shown: bool = False
+    _sign: GradientElsewhere | None = None
 
     def note(self, parameter: torch.Tensor) -> None:
         """Be told by autograd of a gradient."""
@@ -48,12 +49,14 @@ class Trained:
         if values is parameter:
             return
         if values.grad is not None and parameter.grad is None:
-            parameter.grad = GradientElsewhere(parameter, values)
+            if self._sign is None or self._sign.shape != parameter.shape:  # at stage 3 it comes and goes
+                self._sign = GradientElsewhere(parameter, values)
+            parameter.grad = self._sign
         self.shown = parameter.grad is not None
 
     def hide_gradient(self) -> None:
         """Leave room for what a backward makes."""
-        if isinstance(self.parameter.grad, GradientElsewhere):
+        if self.shown and self.parameter.grad is self._sign:
             self.parameter.grad = None
             self.shown = False
 
@@ -63,14 +66,15 @@ class Trained:
         Raises:
             SetupError: If there is another one in its place.
         """
-        if not self.shown:
-            return
-        if self.parameter.grad is None:
-            self.part.values.grad = None
-            self.reached = self.waits = self.shown = False
-        elif self.part.values.grad is None:
-            self.hide_gradient()
-        elif not self.waits and not isinstance(self.parameter.grad, GradientElsewhere):
+        values, gradient = self.part.values, self.parameter.grad
+        if gradient is None:
+            if self.shown:
+                values.grad = None
+                self.reached = self.waits = self.shown = False
+        elif gradient is self._sign:
+            if values.grad is None:
+                self.hide_gradient()
+        elif not self.waits and values is not self.parameter:
             raise SetupError(
                 f"a gradient was put into .grad of {self.name!r}, and the step reads that of this rank's part of it; "
                 "change gradients in optimizer.param_groups, or give backward a loss that has them."
