@@ -61,6 +61,17 @@ def exchange_data(model: Any) -> None:
         parameter.data = parameter.data * 0.9
 
 
+def average(model: Any) -> None:
+    """Evaluate other values, and put the old ones back."""
+    kept = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.9
+    with torch.no_grad():
+        model(*models.batches("plain", 1, _BATCH)[0])
+    for parameter, values in zip(model.parameters(), kept, strict=True):
+        parameter.data = values
+
+
 def load(model: Any) -> None:
     model.load_state_dict({name: torch.full_like(value, 0.3) for name, value in model.state_dict().items()})
 
@@ -93,7 +104,7 @@ def nothing(model: Any) -> None:
     pass
 
 
-EDITS = {each.__name__: each for each in (halve, clamp_data, exchange_data, load, nothing)}
+EDITS = {each.__name__: each for each in (halve, clamp_data, exchange_data, average, load, nothing)}
 GRADIENTS = {each.__name__: each for each in (rescale_gradients, zero_one_layer, nothing)}
 ZEROS = {each.__name__: each for each in (zero, zero_in_place, drop)}
 
@@ -114,6 +125,8 @@ def loop(strategy: Any, model: Any, optimizer: Any, share: Any, hands: tuple[str
         ZEROS[zeros](model)
         if number < _STEPS - 1:
             EDITS[edit](model)
+            strategy.backward(model(*share(batch)), model)  # thrown away by the next step's beginning
+            ZEROS[zeros](model)
 
 
 def plain(optimizer: str, hands: tuple[str, str, str]) -> dict[str, torch.Tensor]:
@@ -182,9 +195,8 @@ def away(cure: bool) -> Any:
         if cure:
             step(strategy, model, optimizer, batches[1])
             return whole_weights(strategy, model)
-        strategy.backward(model(*models.share_of(strategy, batches[1])), model)
         with pytest.raises(SetupError) as error:
-            strategy.optimizer_step(optimizer)
+            model(*models.share_of(strategy, batches[1]))
         return str(error.value)
 
 

@@ -24,7 +24,8 @@ class Held:
         name: The parameter's, in the module.
         parameter: The module's.
         part: What of it this rank holds.
-        published: How often the parameter, its shard and the part had been written to when they last were the same.
+        published: How often the parameter, its shard and the part had been written to when they last were
+            the same.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Edits:
             # Who wrote to the part alone, through the optimizer's groups, means the part.
             if beside is not None and (rewritten or part == published[2]):
                 _take(beside, each.part.values)
+                each.published = each.written()
 
 
 def _take(written: torch.Tensor, values: torch.Tensor) -> None:

@@ -25,7 +25,12 @@ class Partitions(abc.ABC):
     Args:
         engine: DeepSpeed's.
         rank: This rank.
+
+    Attributes:
+        lets_go: Whether a forward or backward may let go of values that are whole in the module.
     """
+
+    lets_go = False
 
     def __init__(self, engine: Any, rank: int) -> None:
         self._engine = engine
@@ -164,6 +169,8 @@ class Runs(Flat):
 class Shards(Flat):
     """Stage 3: each parameter is cut into equal shards, the last of them padded."""
 
+    lets_go = True
+
     def __init__(self, engine: Any, rank: int) -> None:
         super().__init__(engine, rank)
         self._gradients: dict[int, torch.Tensor] = {}
@@ -178,10 +185,15 @@ class Shards(Flat):
 
     def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
         """Give the run of a parameter that is whole just now, or its shard, unless that is the part."""
-        if not _versions.is_away(parameter):
-            return parameter.reshape(-1).narrow(0, part.start, part.values.numel())
-        shard = _versions.stored_shard(parameter) if strayed else None
-        return None if shard is None or shard.dtype == part.values.dtype else shard[: part.values.numel()]
+        shard = _versions.stored_shard(parameter)
+        assert shard is not None
+        rounded = shard.dtype != part.values.dtype
+        if _versions.is_away(parameter):
+            return shard[: part.values.numel()] if rounded and strayed else None
+        own = parameter.reshape(-1).narrow(0, part.start, part.values.numel())
+        if rounded:  # what is gathered next; else it is the part
+            shard[: part.values.numel()].copy_(own)
+        return own
 
     def make_ready(self, trained: Iterable[Trained]) -> None:
         """Zero what is not to be added to: DeepSpeed adds gradients up in one place."""

@@ -121,9 +121,11 @@ class ZeroModule:
             each.show_gradient()
 
     def _begin_forward(self, module: torch.nn.Module, args: object) -> None:
-        """Know early which gradients are gone: a backward's denominator is added to those of the others."""
+        """Know early which gradients are gone, whose denominators go too, and which values are new, before they go."""
         del module, args
         self.follow_gradients()
+        if self._layout.lets_go:
+            self.take_edits()
 
     def follow_gradients(self) -> None:
         """Throw gradients away that the module's parameters show no more."""
