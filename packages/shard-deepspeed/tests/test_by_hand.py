@@ -125,7 +125,7 @@ def loop(strategy: Any, model: Any, optimizer: Any, share: Any, hands: tuple[str
         ZEROS[zeros](model)
         if number < _STEPS - 1:
             EDITS[edit](model)
-            strategy.backward(model(*share(batch)), model)  # thrown away by the next step's beginning
+            strategy.backward(model(*share(batch)), model)  # in between, and thrown away
             ZEROS[zeros](model)
 
 
