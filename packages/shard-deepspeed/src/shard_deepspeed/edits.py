@@ -72,7 +72,7 @@ class Edits:
                 continue
             (own, shard, part), published = each.written(), each.published
             rewritten = own != published[0]
-            if away and shard == published[1] and (rewritten or each.parameter.numel()):
+            if away and shard == published[1] and rewritten:
                 raise SetupError(
                     f"{each.name!r} was written to between forwards, when its values are spread over ranks and nothing "
                     "of them is in the module; write to it inside deepspeed.zero.GatheredParameters([parameter], "
