@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from shard_core.entries import Entries, reshard
 from shard_core.errors import SetupError
@@ -19,7 +20,7 @@ from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
-from shard_core.kept_back import KeptBack
+from shard_core.kept_back import KeptBack, OutOfSight
 from shard_core.parameters import laid_out_like, plain_name
 from shard_core.precision.dtypes import dtype_named
 from shard_core.replicas import AveragedGradients, send_values
@@ -39,7 +40,8 @@ class FullySharding:
     """Shards modules unit by unit and never holds one of them whole.
 
     A strategy holds one per run. Order of calls: ``recording`` around construction, ``shard``, then
-    ``deferred`` around backwards whose gradients need not travel yet, ``reshard`` before shards are read or stepped.
+    ``backward`` around each backward, ``deferred`` around those whose gradients need not travel yet, ``reshard`` before
+    shards are read or stepped.
 
     Args:
         mesh: The data-parallel ranks along one axis, or along two: copies, and the ranks that shard each.
@@ -74,6 +76,8 @@ class FullySharding:
         self._deferred = deferred or ("all_reduce" if several else "all")
         self._replicas: weakref.WeakKeyDictionary[torch.nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
         self._kept: weakref.WeakKeyDictionary[torch.nn.Module, KeptBack] = weakref.WeakKeyDictionary()
+        self._out_of_sight: weakref.WeakKeyDictionary[torch.nn.Module, OutOfSight] = weakref.WeakKeyDictionary()
+        self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._recording: Recording | None = None
         self._leaves_parameters = False
 
@@ -140,6 +144,8 @@ class FullySharding:
         self._replicas[module] = AveragedGradients(_whole(module, kept))
         if self._deferred == "all_reduce":
             self._kept[module] = KeptBack(units)
+        shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self._out_of_sight[module] = OutOfSight(shards)
         Entries(module, units)
         NoInferenceMode(module)
         module.register_load_state_dict_pre_hook(_take_whole_tensors)
@@ -159,24 +165,33 @@ class FullySharding:
         send = module.set_requires_gradient_sync if self._deferred == "all" else module.set_requires_all_reduce
         keepers = [each[module] for each in (self._replicas, self._kept) if module in each]
         send(False)
+        self._deferring.add(module)
         for each in keepers:
             each.deferred = True
         try:
             yield
         finally:
             send(True)
+            self._deferring.discard(module)
             for each in keepers:
                 each.deferred = False
 
-    def check_sent(self, module: torch.nn.Module) -> None:
-        """Make sure, after a backward, that no gradient was left behind that an earlier one had kept back.
+    @contextlib.contextmanager
+    def backward(self, module: torch.nn.Module) -> Iterator[None]:
+        """Run a backward inside, after which no gradient is left behind that an earlier one had kept back.
 
         Args:
             module: One that was sharded.
 
         Raises:
-            SetupError: If a unit ran in an earlier micro-batch, and not in this one.
+            SetupError: If a unit ran in an earlier micro-batch and not in this one, or if gradients were thrown away
+                that wait for this one.
         """
+        for each in self._out_of_sight.values():  # the loss may have come through several modules
+            each.take_back()
+        yield
+        for deferring in self._deferring:
+            self._out_of_sight[deferring].show()
         if module in self._kept:
             self._kept[module].check_sent()
 

@@ -36,8 +36,11 @@ class AveragedGradients:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.deferred = False
         for parameter in parameters:
-            if parameter.requires_grad:
+            if parameter.is_floating_point() or parameter.is_complex():
+                trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
                 parameter.register_post_accumulate_grad_hook(self._average)
+                parameter.requires_grad_(trained)
 
     def _average(self, parameter: torch.Tensor) -> None:
         # Averaging what was averaged before changes nothing, so the sum over micro-batches comes out right.

@@ -56,6 +56,21 @@ def test_gradients_thrown_away_are_forgotten() -> None:
     assert norm == pytest.approx(strategy.clip_gradients_norm(module, optimizer, math.inf).item())
 
 
+def test_a_step_between_micro_batches_is_refused() -> None:
+    strategy, module, optimizer = ready()
+    with strategy.no_backward_sync(module):
+        strategy.backward(module(INPUT).mean(), module)
+    for act in (
+        lambda: strategy.optimizer_step(optimizer),
+        lambda: strategy.clip_gradients_norm(module, optimizer, 1.0),
+        lambda: strategy.clip_gradients_value(module, optimizer, 1.0),
+    ):
+        with pytest.raises(SetupError, match="the last backward was inside no_backward_sync, so gradients have not"):
+            act()
+    strategy.backward(module(INPUT).mean(), module)
+    assert strategy.optimizer_step(optimizer)
+
+
 def test_denominators_for_all_micro_batches_or_none() -> None:
     strategy, module, _ = ready()
     strategy.backward(module(INPUT).sum(), module, denominator=4)

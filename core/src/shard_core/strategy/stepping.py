@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.capability import Capability
-from shard_core.errors import InvalidOption, NonFiniteGradient
+from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
 from shard_core.gradients import clip_norm, clip_values, total_norm
 from shard_core.strategy.building import Building
 
@@ -186,7 +186,13 @@ class Stepping(Building):
 
     def _finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """Bring an optimizer's gradients to their final values; tell whether all are finite."""
-        accumulation = self._registry.owner(optimizer).optimizers[optimizer]
+        known = self._registry.owner(optimizer)
+        if known.gradients_hidden:
+            raise SetupError(
+                "the last backward was inside no_backward_sync, so gradients have not been averaged over ranks; run "
+                "the last one before a step outside: no_backward_sync(model, enabled=not last)."
+            )
+        accumulation = known.optimizers[optimizer]
         return accumulation.finish(
             lambda: self.engine_gradients(optimizer), self.collectives, self._data, self.precision.scaler
         )

@@ -113,8 +113,8 @@ class FSDPStrategy(TorchEngine, Strategy):
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
         """Run autograd; what earlier micro-batches kept back must have gone with the last."""
-        super().engine_backward(loss, module, **kwargs)
-        self._sharding.check_sent(module)
+        with self._sharding.backward(module):
+            super().engine_backward(loss, module, **kwargs)
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer; no unit goes on with what it gathered before."""

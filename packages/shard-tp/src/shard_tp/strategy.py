@@ -109,6 +109,11 @@ class TPStrategy(TorchEngine, Strategy):
         """Let gradients add up without a message between data-parallel ranks."""
         return self._sharding.deferred(module)
 
+    def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
+        """Run autograd; what earlier micro-batches kept back must still be there."""
+        with self._sharding.backward(module):
+            super().engine_backward(loss, module, **kwargs)
+
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer; the first time, see that what is whole in a group has one gradient there."""
         self._sharding.reshard()

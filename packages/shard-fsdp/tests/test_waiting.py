@@ -1,0 +1,108 @@
+"""Gradients that wait for the last micro-batch are there when it comes, and only those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shard_core import get_strategy
+from shard_core.errors import SetupError
+from shard_core.testing import models
+
+
+def _scale(model: Any, optimizer: Any) -> None:
+    del optimizer
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+TOUCHES: dict[str, Callable[[Any, Any], None]] = {
+    "optimizer.zero_grad": lambda _, optimizer: optimizer.zero_grad(),
+    "zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model.zero_grad": lambda model, _: model.zero_grad(),
+    "scaled": _scale,
+}
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "fsdp": (2, "fsdp", {"unit_bytes": 1}),
+    "offloaded": (2, "fsdp_cpu_offload", {}),
+    "hsdp": (4, "hsdp", {"device_mesh": (2, 2)}),
+}
+
+
+def touched(layout: str, touch: str) -> str:
+    """Reach for gradients between two micro-batches."""
+    _, name, options = LAYOUTS[layout]
+    with get_strategy(name, **options) as strategy:
+        model = models.make("plain")
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        first, second = models.batches("plain", 2, 12)
+        with strategy.no_backward_sync(model):
+            strategy.backward(model(*models.share_of(strategy, first)), model)
+        TOUCHES[touch](model, optimizer)
+        loss = model(*models.share_of(strategy, second))
+        with pytest.raises(SetupError) as error:
+            strategy.backward(loss, model)
+        return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "touch"),
+    [*(("fsdp", touch) for touch in TOUCHES), ("offloaded", "optimizer.zero_grad"), ("hsdp", "optimizer.zero_grad")],
+)
+def test_throwing_away_what_waits_is_refused(worlds: Any, layout: str, touch: str) -> None:
+    for message in worlds(LAYOUTS[layout][0]).run(touched, layout, touch):
+        assert message.startswith(
+            "the gradient of 'first.weight' was thrown away or changed while it waits on its rank"
+        )
+
+
+def left_out() -> dict[str, bool]:
+    """Tell which parameters have a gradient after two micro-batches, none of which uses a layer."""
+    with get_strategy("fsdp", unit_bytes=1) as strategy:
+        model = models.make("unused")
+        model, _ = strategy.setup_module_and_optimizers(model, [torch.optim.AdamW(model.parameters())])
+        for number, batch in enumerate(models.batches("unused", 3, 12)):
+            with strategy.no_backward_sync(model, enabled=number < 2):
+                strategy.backward(model(*models.share_of(strategy, batch)), model)
+        return {name: parameter.grad is not None for name, parameter in model.named_parameters()}
+
+
+def test_what_no_micro_batch_reaches_gets_no_gradient(worlds: Any) -> None:
+    for found in worlds(2).run(left_out):
+        assert {name for name, has in found.items() if not has} == {"unused.weight", "unused.bias"}
+
+
+def unfreeze_a_scalar() -> tuple[list[float], float]:
+    with get_strategy("fsdp") as strategy:
+        strategy.seed_everything(0)
+        model = models.make("scalar")
+        model.temperature.requires_grad_(False)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        model.temperature.requires_grad_(True)
+        losses = []
+        for batch in models.batches("scalar", 3, 12):
+            loss = model(*models.share_of(strategy, batch))
+            strategy.backward(loss, model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            losses.append(strategy.all_reduce(loss.detach()).item())
+        return losses, model.temperature.item()
+
+
+def test_what_is_whole_on_every_rank_is_averaged_though_it_was_frozen_at_setup(worlds: Any) -> None:
+    torch.manual_seed(0)
+    model = models.make("scalar")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for batch in models.batches("scalar", 3, 12):
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses, temperature in worlds(2).run(unfreeze_a_scalar):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert temperature == pytest.approx(model.temperature.item(), rel=1e-6)
