@@ -33,7 +33,7 @@ ROOMS = {
 OWN_ROOMS = {
     "shard_fsdp": {"offload", "preparation"},
     "shard_tp": {"alike", "dropout", "plan"},
-    "shard_deepspeed": {"partitions", "settings", "zero"},
+    "shard_deepspeed": {"settings", "zero"},
 }
 TORCHLESS = (
     *("capability", "coordinator", "errors", "options", "plugins", "strategies.plugin"),

@@ -13,9 +13,9 @@ from shard_core.errors import SetupError
 from shard_core.gradients import LocalGradient
 from shard_core.inference_mode import NoInferenceMode
 from shard_deepspeed import _versions
-from shard_deepspeed.edits import Edits, Held
-from shard_deepspeed.partitions import partitions, shard_part
-from shard_deepspeed.trained import Trained
+from shard_deepspeed.zero.edits import Edits, Held
+from shard_deepspeed.zero.partitions import partitions, shard_part
+from shard_deepspeed.zero.trained import Trained
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.shard import FlatPart

@@ -13,7 +13,7 @@ from shard_deepspeed import _versions
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.shard import FlatPart
-    from shard_deepspeed.partitions import Partitions
+    from shard_deepspeed.zero.partitions import Partitions
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
