@@ -158,8 +158,8 @@ def test_what_is_done_to_a_module_counts(worlds: Any, stage: int, optimizer: str
 
 def bfloat16(stage: int, persistent: int) -> list[dict[str, torch.Tensor]]:
     """Halve one parameter; the float32 values of the others stay what they were, bit by bit."""
-    options: dict[str, Any] = {"stage": stage, "param_persistence_threshold": persistent}
-    with get_strategy("deepspeed", precision="bf16-true", **options) as strategy:
+    options: dict[str, Any] = {"param_persistence_threshold": persistent} if stage == 3 else {}
+    with get_strategy("deepspeed", stage=stage, precision="bf16-true", **options) as strategy:
         model, optimizer = set_up(strategy, Scaled, lambda module: _OPTIMIZERS["adamw"](module.parameters()))
         for batch in models.batches("plain", 2, _BATCH):
             step(strategy, model, optimizer, batch)
@@ -353,7 +353,8 @@ def penalized(model: Any, batch: Any) -> torch.Tensor:
 
 
 def penalize(stage: int) -> Any:
-    with get_strategy("deepspeed", stage=stage, param_persistence_threshold=0) as strategy:
+    options: dict[str, Any] = {"param_persistence_threshold": 0} if stage == 3 else {}
+    with get_strategy("deepspeed", stage=stage, **options) as strategy:
         model, optimizer = set_up(strategy, Scaled, lambda module: _OPTIMIZERS["sgd"](module.parameters()))
         for batch in models.batches("plain", _STEPS, _BATCH):
             loss = penalized(model, models.share_of(strategy, batch))

@@ -1,6 +1,9 @@
 """Every option is declared, what cannot be honoured is refused, and what can is read back from the engine."""
 
-import dataclasses
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import nn
 from shard_core import get_strategy
 from shard_core.errors import InvalidOption, SetupError, UnsupportedPrecision
 from shard_core.options import options_of
-from shard_deepspeed.config import DeepSpeedConfig
+from shard_deepspeed.config import STAGES, DeepSpeedConfig
 from shard_deepspeed.config.later import LaterOptions
 from shard_deepspeed.settings import check_honoured
 
@@ -23,9 +26,7 @@ _LATER = {option.name: option.default for option in options_of(LaterOptions)}
         ({"stage": 4}, "stage is 4; give 0, 1, 2 or 3"),
         ({"stage": True}, "stage is True"),
         ({"reduce_bucket_size": 0}, "reduce_bucket_size is 0; give a number of elements from 1 up"),
-        ({"allgather_bucket_size": 3}, "allgather_bucket_size is 3; DeepSpeed wants an even number"),
         ({"overlap_comm": None}, "overlap_comm is None; give True or False"),
-        ({"logging_batch_size_per_gpu": 0}, "logging_batch_size_per_gpu is 0"),
         ({"logging_level": "INFO"}, "logging_level is 'INFO'"),
         ({"reduce_bucketsize": 1}, "has no option 'reduce_bucketsize'; did you mean 'reduce_bucket_size'"),
     ],
@@ -70,40 +71,119 @@ def test_stage_0_with_16_bit_parameters_is_refused_by_name() -> None:
     assert get_strategy("deepspeed", stage=0, precision="bf16-mixed").precision.policy.parameter == "float32"
 
 
-_OTHER = {
+_OTHER: dict[str, Any] = {
     "contiguous_gradients": False,
     "overlap_comm": False,
     "reduce_scatter": False,
-    "allgather_bucket_size": 4096,
-    "reduce_bucket_size": 5000,
+    "reduce_bucket_size": 50,
     "sub_group_size": 50,
     "param_persistence_threshold": 7,
-    "logging_batch_size_per_gpu": 3,
-    "logging_level": 40,
 }
 
 
-def read_back(options: dict[str, Any]) -> list[str]:
+def other_than_default(stage: int) -> dict[str, Any]:
+    """Change every option that acts at a stage, but for one that would contradict another."""
+    return {name: _OTHER[name] for name in STAGES if stage in STAGES[name] and (name, stage) != ("reduce_scatter", 3)}
+
+
+@pytest.mark.parametrize("name", _OTHER)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_option_that_does_nothing_at_a_stage_is_refused_there(stage: int, name: str) -> None:
+    if stage in STAGES[name]:
+        assert getattr(DeepSpeedConfig(stage=stage, **{name: _OTHER[name]}), name) == _OTHER[name]
+        return
+    acts = "stage 3 alone" if STAGES[name] == (3,) else "stages 1, 2 and 3"
+    message = f"{name} is {_OTHER[name]}, which does nothing at stage {stage}: it acts at {acts}; leave it at"
+    with pytest.raises(InvalidOption, match=message):
+        get_strategy("deepspeed", stage=stage, **{name: _OTHER[name]})
+    default = getattr(DeepSpeedConfig(), name)
+    assert getattr(DeepSpeedConfig(stage=stage, **{name: default}), name) == default
+
+
+def test_one_of_two_options_does_nothing_beside_the_other() -> None:
+    with pytest.raises(InvalidOption, match="reduce_scatter and contiguous_gradients are False, and at stage 3"):
+        DeepSpeedConfig(stage=3, reduce_scatter=False, contiguous_gradients=False)
+
+
+@contextlib.contextmanager
+def engine_of(options: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
     with get_strategy("deepspeed", **options) as strategy:
         module = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4))
-        strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), lr=0.1)])
-        engine = strategy._zero[module].engine  # type: ignore[attr-defined]
-        seen = []
-        for field in dataclasses.fields(DeepSpeedConfig):
-            wrong: Any = {"logging_batch_size_per_gpu": 99, "stage": (options["stage"] + 1) % 4}.get(field.name)
-            value = getattr(strategy.config, field.name)
-            if field.name in _LATER or field.name in ("zero_optimization", "logging_level"):
-                continue
-            wrong = wrong if wrong is not None else (not value) if isinstance(value, bool) else value + 2
-            with pytest.raises(SetupError, match=field.name):
-                check_honoured(engine, dataclasses.replace(strategy.config, **{field.name: wrong}))
-            seen.append(field.name)
-        return seen
+        model, (optimizer,) = strategy.setup_module_and_optimizers(
+            module, [torch.optim.SGD(module.parameters(), lr=0.1)]
+        )
+        yield strategy, strategy._zero[module].engine, (model, optimizer)  # type: ignore[attr-defined]
+
+
+def read_back(options: dict[str, Any]) -> list[str]:
+    """Ask for each option's contrary, and see that the engine's part is found to do otherwise."""
+    with engine_of(options) as (strategy, engine, _):
+        stage = options["stage"]
+        found = []
+        for name in ("stage", *(name for name, stages in STAGES.items() if stage in stages)):
+            value = (stage + 1) % 4 if name == "stage" else getattr(strategy.config, name)
+            wrong = copy.copy(strategy.config)
+            contrary = value if name == "stage" else (not value) if isinstance(value, bool) else value + 2
+            object.__setattr__(wrong, name, contrary)  # some could not be asked for together
+            try:
+                check_honoured(engine, wrong)
+            except SetupError as error:
+                found += [name] * (f"{name} is" in str(error))
+        return found
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("options", [{}, _OTHER])
-def test_options_are_read_back_from_the_engine(worlds: Any, stage: int, options: dict[str, Any]) -> None:
-    expected = ["stage", *(name for name in _OTHER if name != "logging_level")]
-    for seen in worlds(1).run(read_back, {"stage": stage, **options}):
-        assert sorted(seen) == sorted(expected)
+@pytest.mark.parametrize("changed", [False, True])
+def test_options_are_read_back_from_the_engine(worlds: Any, stage: int, changed: bool) -> None:
+    expected = ["stage", *(name for name in STAGES if stage in STAGES[name])]
+    if stage == 3:
+        expected.remove("overlap_comm")  # by a stream of its own, and CPUs have none
+    options = other_than_default(stage) if changed else {}
+    assert worlds(1).run(read_back, {"stage": stage, **options}) == [expected]
+
+
+def change_parts(stage: int) -> list[str]:
+    """Change what acts and leave the configuration as it was, as an engine would that does not listen."""
+    with engine_of({"stage": stage}) as (strategy, engine, _):
+        zero = engine.optimizer
+        parts = {name: zero for name in STAGES if hasattr(zero, name)}
+        attributes = {name: name for name in parts}
+        if stage == 3:
+            parts["param_persistence_threshold"] = zero.parameter_offload
+            attributes["param_persistence_threshold"] = "param_numel_persistence_threshold"
+        found = []
+        for name, part in parts.items():
+            before = getattr(part, attributes[name])
+            setattr(part, attributes[name], not before if isinstance(before, bool) else before + 1)
+            try:
+                check_honoured(engine, strategy.config)
+            except SetupError as error:
+                found += [name] * (f"{name} is" in str(error))
+            setattr(part, attributes[name], before)
+        return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_read_back_is_what_acts_and_no_echo(worlds: Any, stage: int) -> None:
+    expected = [name for name in STAGES if stage in STAGES[name] and (name, stage) != ("overlap_comm", 3)]
+    assert worlds(1).run(change_parts, stage) == [expected]
+
+
+def messages(options: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """Count what travels in the second step, by operation and sizes, as torch's own profiler sees it."""
+    with engine_of(options) as (strategy, _, (model, optimizer)):
+        for _ in range(2):
+            with torch.profiler.profile(record_shapes=True) as profile:
+                strategy.backward(model(torch.ones(2, 4)).sum(), model)
+                strategy.optimizer_step(optimizer)
+                optimizer.zero_grad()
+        sent = [(event.name, str(event.input_shapes)) for event in profile.events() if event.name.startswith("c10d::")]
+        return dict(Counter(sent))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sizes_change_what_travels(worlds: Any, stage: int) -> None:
+    usual = worlds(2).run(messages, {"stage": stage})[0]
+    assert worlds(2).run(messages, {"stage": stage})[0] == usual
+    for name in {"reduce_bucket_size", "param_persistence_threshold"} & other_than_default(stage).keys():
+        assert worlds(2).run(messages, {"stage": stage, name: _OTHER[name]})[0] != usual, name

@@ -29,7 +29,9 @@ def train(strategy):
 
 if __name__ == "__main__":
     before = dict(os.environ)
-    get_strategy("deepspeed", stage=int(sys.argv[1]), devices=1, param_persistence_threshold=0).launch(train)
+    stage = int(sys.argv[1])
+    options = {"param_persistence_threshold": 0} if stage == 3 else {}
+    get_strategy("deepspeed", stage=stage, devices=1, **options).launch(train)
     assert not started, started
     changed = {name for name, _ in before.items() ^ os.environ.items()}
     # The first is DeepSpeed's, the second torch's, when something of its compiler is imported.

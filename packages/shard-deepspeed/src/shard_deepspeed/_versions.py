@@ -27,6 +27,10 @@ optimizer of stage 3: adding gradients up rather than replacing them, and bringi
 ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``ds_status`` of a parameter: its shard, and whether it is whole. They can
 go when DeepSpeed tells of a parameter's shard, and takes changed ones, in public.
 
+``parameter_offload``, ``param_numel_persistence_threshold``, ``reduce_and_partition_stream``, ``partition_gradients``,
+``clip_grad`` and, by their options' names, further attributes of the optimizers of stages 1 to 3: with what they act.
+The engine's public methods repeat the configuration. They can go when DeepSpeed tells what its parts were made with.
+
 ``Tensor._version``: how often a tensor was written to in place. It is torch's own name for it, and documented in its
 notes on autograd alone.
 """
@@ -72,10 +76,11 @@ def no_compiler(deepspeed: Any) -> Iterator[None]:
             names["__compatible_ops__"] = known
 
 
-def accelerator_of(deepspeed: Any) -> str:
-    """Tell for which kind of device this process's DeepSpeed was imported."""
-    name: str = deepspeed.accelerator.get_accelerator().device_name()
-    return name
+def accelerator() -> Any:
+    """Give what DeepSpeed, once imported, reaches devices through."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
 
 
 @contextlib.contextmanager
@@ -130,6 +135,37 @@ def forget_dead_groups() -> None:
             dist.get_process_group_ranks(kept)
         except KeyError:
             groups._release_process_group_references()
+
+
+def acting_settings(engine: Any) -> dict[str, Any]:
+    """Give what the engine's parts act with, by our names; what no part has acts nowhere.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    zero = engine.optimizer
+    if not hasattr(zero, "reduce_bucket_size"):
+        return {
+            "stage": 0,
+            "gradient clipping": engine.gradient_clipping(),
+            "gradient accumulation": engine.gradient_accumulation_steps(),
+        }
+    acting = {
+        "gradient clipping": zero.clip_grad,
+        "gradient accumulation": zero.gradient_accumulation_steps,
+        **{name: getattr(zero, name) for name in ("contiguous_gradients", "reduce_scatter", "reduce_bucket_size")},
+    }
+    if not hasattr(zero, "parameter_offload"):
+        return acting | {"stage": 2 if zero.partition_gradients else 1, "overlap_comm": zero.overlap_comm}
+    acting |= {
+        "stage": 3,
+        "sub_group_size": zero.sub_group_size,
+        "param_persistence_threshold": zero.parameter_offload.param_numel_persistence_threshold,
+    }
+    stream = zero.reduce_and_partition_stream
+    if stream is not None:  # there are no streams on CPUs, where nothing overlaps
+        acting["overlap_comm"] = stream != accelerator().default_stream()
+    return acting
 
 
 def stepped_and_own(zero: Any, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shard_core.errors import SetupError
+from shard_deepspeed import _versions
+from shard_deepspeed.config import STAGES
 
 if TYPE_CHECKING:
     from shard_deepspeed.config import DeepSpeedConfig
@@ -25,7 +27,6 @@ def settings(config: DeepSpeedConfig, parameter: str = "float32") -> dict[str, A
         "contiguous_gradients": config.contiguous_gradients,
         "overlap_comm": config.overlap_comm,
         "reduce_scatter": config.reduce_scatter,
-        "allgather_bucket_size": config.allgather_bucket_size,
         "reduce_bucket_size": config.reduce_bucket_size,
         "sub_group_size": config.sub_group_size,
         "stage3_param_persistence_threshold": config.param_persistence_threshold,
@@ -35,7 +36,7 @@ def settings(config: DeepSpeedConfig, parameter: str = "float32") -> dict[str, A
     if stage in (1, 2):
         zero["compute_grad_norm"] = False
     told = {
-        "train_micro_batch_size_per_gpu": _batch_size(config),
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
@@ -51,7 +52,7 @@ def settings(config: DeepSpeedConfig, parameter: str = "float32") -> dict[str, A
 
 
 def check_honoured(engine: Any, config: DeepSpeedConfig) -> None:
-    """Read back what an engine does and compare it with what it was told.
+    """Compare what was asked for with what acts: the engine's own parts, since its configuration says what it was told.
 
     Args:
         engine: DeepSpeed's.
@@ -60,31 +61,13 @@ def check_honoured(engine: Any, config: DeepSpeedConfig) -> None:
     Raises:
         SetupError: Naming everything the engine does otherwise.
     """
-    told = settings(config)["zero_optimization"]
-    said: dict[str, tuple[Any, Any]] = {
-        "stage": (int(engine.zero_optimization_stage()), told["stage"]),
-        "contiguous_gradients": (engine.zero_contiguous_gradients(), told["contiguous_gradients"]),
-        "overlap_comm": (engine.zero_overlap_comm(), told["overlap_comm"]),
-        "reduce_scatter": (engine.zero_reduce_scatter(), told["reduce_scatter"]),
-        "allgather_bucket_size": (engine.zero_allgather_bucket_size(), told["allgather_bucket_size"]),
-        "reduce_bucket_size": (engine.zero_reduce_bucket_size(), told["reduce_bucket_size"]),
-        "sub_group_size": (engine.zero_sub_group_size(), told["sub_group_size"]),
-        "param_persistence_threshold": (
-            engine.zero_param_persistence_threshold(),
-            told["stage3_param_persistence_threshold"],
-        ),
-        "logging_batch_size_per_gpu": (engine.train_micro_batch_size_per_gpu(), _batch_size(config)),
-        "gradient clipping": (engine.gradient_clipping(), 0.0),
-        "gradient accumulation": (engine.gradient_accumulation_steps(), 1),
-    }
-    # What the engine hands down is what acts.
-    for name in ("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "sub_group_size"):
-        if hasattr(engine.optimizer, name):
-            said[f"{name} of its optimizer"] = getattr(engine.optimizer, name), said[name][1]
-    otherwise = [f"{name} is {is_!r}, not {asked!r}" for name, (is_, asked) in said.items() if is_ != asked]
+    acting = _versions.acting_settings(engine)
+    asked = {"stage": config.zero_stage, "gradient clipping": 0.0, "gradient accumulation": 1}
+    asked |= {name: getattr(config, name) for name, stages in STAGES.items() if config.zero_stage in stages}
+    otherwise = [
+        f"{name} is {acting[name]!r}, not {value!r}"
+        for name, value in asked.items()
+        if name in acting and acting[name] != value
+    ]
     if otherwise:
         raise SetupError(f"DeepSpeed does otherwise than it was told: {'; '.join(otherwise)}.")
-
-
-def _batch_size(config: DeepSpeedConfig) -> int:
-    return 1 if config.logging_batch_size_per_gpu == "auto" else int(config.logging_batch_size_per_gpu)

@@ -96,7 +96,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _initialize(self, module: torch.nn.Module, trained: list[torch.nn.Parameter]) -> Any:
         deepspeed = _versions.import_deepspeed(self.root_device.type)
-        found = _versions.accelerator_of(deepspeed)
+        found = _versions.accelerator().device_name()
         if found != self.root_device.type:
             raise SetupError(
                 f"DeepSpeed runs on one kind of device per process, here {found!r}, and this rank's is "
@@ -231,7 +231,7 @@ class DeepSpeedStrategy(Strategy):
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
         """Name sizes of messages, what stays whole, and whether messages overlap backward."""
-        return worth_trying(self.config, module, world_size)
+        return worth_trying(self.config, module, world_size, overlaps=self.root_device.type != "cpu")
 
     def engine_teardown(self) -> None:
         """Take the engines off the modules."""

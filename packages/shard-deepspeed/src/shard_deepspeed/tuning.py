@@ -15,7 +15,7 @@ _KEPT_WHOLE = (0, 10_000, 1_000_000)
 
 
 def worth_trying(
-    config: DeepSpeedConfig, module: nn.Module, world_size: int
+    config: DeepSpeedConfig, module: nn.Module, world_size: int, *, overlaps: bool
 ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
     """Name sizes of messages, and at stage 3 what stays whole; then when they are sent.
 
@@ -23,19 +23,20 @@ def worth_trying(
         config: What the user has chosen; the stage is kept.
         module: The user's, not set up.
         world_size: On how many ranks it will be trained.
+        overlaps: Whether the device can send and compute at once, which is all that stage 3 makes of ``overlap_comm``.
 
     Yields:
         Settings; the best so far is sent back.
     """
     if world_size == 1 or not config.zero_stage:
         return
-    elements = sum(parameter.numel() for parameter in module.parameters())
-    whole = elements + elements % 2  # DeepSpeed wants an even number
+    whole = sum(parameter.numel() for parameter in module.parameters())
     sizes = [size for size in (*_ELEMENTS, whole) if size <= whole and size < config.reduce_bucket_size]
-    settings: list[dict[str, Any]] = [{"reduce_bucket_size": size, "allgather_bucket_size": size} for size in sizes]
+    settings: list[dict[str, Any]] = [{"reduce_bucket_size": size} for size in sizes]
     if config.zero_stage == 3:
         largest = max(parameter.numel() for parameter in module.parameters())
         kept = [size for size in _KEPT_WHOLE if size <= largest]
         settings += [{"param_persistence_threshold": size} for size in kept]
     best = yield settings
-    yield [{**best, "overlap_comm": not config.overlap_comm}]
+    if overlaps or config.zero_stage != 3:
+        yield [{**best, "overlap_comm": not config.overlap_comm}]

@@ -14,7 +14,12 @@ _FLAGS = (
     "overlap_comm",
     "reduce_scatter",
 )
-_COUNTS = {"allgather_bucket_size": 2, "reduce_bucket_size": 1, "sub_group_size": 1, "param_persistence_threshold": 0}
+_COUNTS = {"reduce_bucket_size": 1, "sub_group_size": 1, "param_persistence_threshold": 0}
+#: At which stages DeepSpeed looks at an option; at the others it says nothing and does without.
+STAGES = {
+    **dict.fromkeys(("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size"), (1, 2, 3)),
+    **dict.fromkeys(("sub_group_size", "param_persistence_threshold"), (3,)),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,17 +28,15 @@ class ZeroOptions:
 
     zero_optimization: bool = option(True, "shard at all; False is stage 0")
     stage: int = option(2, "what is sharded: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well")
-    contiguous_gradients: bool = option(True, "copy gradients into one buffer as backward makes them")
-    overlap_comm: bool = option(True, "send gradients while backward still runs")
-    reduce_scatter: bool = option(True, "send gradients by the ranks that step them, not all of them alike")
-    allgather_bucket_size: int = option(200_000_000, "how many elements of parameters travel in one message")
-    reduce_bucket_size: int = option(200_000_000, "how many elements of gradients travel in one message")
+    contiguous_gradients: bool = option(True, "stages 1 to 3: copy gradients into one buffer as backward makes them")
+    overlap_comm: bool = option(True, "stages 1 to 3: send gradients while backward still runs")
+    reduce_scatter: bool = option(
+        True, "stages 1 to 3: give each rank the sums of what it steps; False sums all gradients on every rank"
+    )
+    reduce_bucket_size: int = option(200_000_000, "stages 1 to 3: how many elements of gradients travel in one message")
     sub_group_size: int = option(1_000_000_000_000, "stage 3: how many elements of parameters stand in one buffer")
     param_persistence_threshold: int = option(
         100_000, "stage 3: parameters of up to this many elements stay whole on every rank between steps"
-    )
-    logging_batch_size_per_gpu: int | str = option(
-        "auto", "samples in a rank's micro-batch, for DeepSpeed's own reports of speed; auto is 1"
     )
     logging_level: int = option(30, "from which level on DeepSpeed's logger prints; 30 is warnings")
 
@@ -70,18 +73,26 @@ activations yet: leave it at False.
         for name, least in _COUNTS.items():
             if not _is_count(getattr(self, name), least):
                 raise InvalidOption(f"{name} is {getattr(self, name)!r}; give a number of elements from {least} up.")
-        if self.allgather_bucket_size % 2:
-            raise InvalidOption(
-                f"allgather_bucket_size is {self.allgather_bucket_size!r}; DeepSpeed wants an even number."
-            )
-        if self.logging_batch_size_per_gpu != "auto" and not _is_count(self.logging_batch_size_per_gpu, 1):
-            raise InvalidOption(
-                f"logging_batch_size_per_gpu is {self.logging_batch_size_per_gpu!r}; give a number of samples, or "
-                "'auto'."
-            )
         if not _is_count(self.logging_level, 0):
             raise InvalidOption(f"logging_level is {self.logging_level!r}; give a level of logging, such as 30.")
         super().__post_init__()
+        self._refuse_what_does_nothing()
+
+    def _refuse_what_does_nothing(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, stages in STAGES.items():
+            value = getattr(self, name)
+            if value != defaults[name] and self.zero_stage not in stages:
+                acts = "stage 3 alone" if stages == (3,) else "stages 1, 2 and 3"
+                raise InvalidOption(
+                    f"{name} is {value!r}, which does nothing at stage {self.zero_stage}: it acts at {acts}; leave it "
+                    f"at {defaults[name]!r}, or take another stage."
+                )
+        if self.zero_stage == 3 and not self.reduce_scatter and not self.contiguous_gradients:
+            raise InvalidOption(
+                "reduce_scatter and contiguous_gradients are False, and at stage 3 gradients are summed on every rank "
+                "only out of one buffer; leave one of them at True."
+            )
 
     @property
     def zero_stage(self) -> int:

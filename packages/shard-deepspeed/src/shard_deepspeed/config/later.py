@@ -60,6 +60,8 @@ _REASONS = {
     **dict.fromkeys((field.name for field in dataclasses.fields(OffloadOptions)), _MOVES_NOTHING),
     **dict.fromkeys((field.name for field in dataclasses.fields(ActivationOptions)), _KEEPS_ACTIVATIONS),
     **dict.fromkeys((field.name for field in dataclasses.fields(LossScaleOptions)), _SCALES_NOTHING),
+    "allgather_bucket_size": "DeepSpeed 0.19 gathers what was stepped in one message, and would not look at it",
+    "logging_batch_size_per_gpu": "DeepSpeed reports speed in a step of its own, which is not taken here",
     "allgather_partitions": "DeepSpeed 0.19 always gathers, and would not look at it",
     "zero_allow_untested_optimizer": "not every optimizer DeepSpeed has tested is known here yet",
     "config": "a configuration of DeepSpeed's own is not read yet, give the options themselves",
@@ -75,6 +77,10 @@ class LaterOptions(LossScaleOptions, ActivationOptions, OffloadOptions):
         InvalidOption: If one has another value than its default.
     """
 
+    allgather_bucket_size: int = option(200_000_000, "how many elements of parameters travel in one message")
+    logging_batch_size_per_gpu: int | str = option(
+        "auto", "samples in a rank's micro-batch, for DeepSpeed's own reports of speed"
+    )
     allgather_partitions: bool = option(True, "gather stepped parameters at once rather than rank by rank")
     zero_allow_untested_optimizer: bool = option(True, "take optimizers that DeepSpeed has not tested")
     config: str | Path | dict[str, Any] | None = option(None, "a whole configuration of DeepSpeed's own, or its file")
