@@ -52,7 +52,7 @@ def test_what_is_not_there_yet_says_so(options: dict[str, object]) -> None:
         ({"coalesce_all_gather_ops": True}, "shard_param_on_dim_0=True"),
         ({"auto_wrap_policy": {"Block"}}, "module classes"),
         ({"auto_wrap_policy": nn.Linear}, "a set of module classes"),
-        ({"activation_checkpointing_policy": {nn.Linear}}, "auto_wrap_policy"),
+        ({"activation_checkpointing_policy": nn.Linear}, "a set of module classes"),
         ({"state_dict_type": "whole"}, "'sharded' or 'full'"),
         ({"reduce_scatter_bucket_size_mb": -1}, "whole number of MiB"),
         ({"reshard_after_forward": "yes"}, "True or False"),

@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def options(**more: Any) -> dict[str, Any]:
-    return {"name": "xla_fsdp", "accelerator": "xla", **more}
+    return {"name": "xla_fsdp", "accelerator": "xla"} | more
 
 
 class Block(nn.Module):
@@ -69,6 +69,9 @@ UNITS = [
     (Blocks, {"auto_wrap_policy": {Block}}, 4),
     (tied_blocks, {"auto_wrap_policy": {Block}}, 2),  # both owners of the tie stay with the root
     (Blocks, {"auto_wrap_policy": {Block}, "activation_checkpointing_policy": {Block}}, 4),
+    (Blocks, {"activation_checkpointing_policy": {Block}}, 1),  # recomputed though no units
+    (Blocks, {"auto_wrap_policy": {Block}, "activation_checkpointing_policy": {nn.Linear}}, 4),  # inside units
+    (tied_blocks, {"auto_wrap_policy": {Block}, "activation_checkpointing_policy": {Block}}, 2),
 ]
 
 
@@ -90,6 +93,45 @@ def test_units_train_like_plain_pytorch(worlds: Any, make: Any, chosen: dict[str
 def test_spread_units_train_like_plain_pytorch(worlds: Any, make: Any, chosen: dict[str, Any], units: int) -> None:
     told = {"name": "xla_spmd", "accelerator": "xla", **chosen}
     assert_like_plain(worlds(1, spread_over(4)).run(train, make, told, timeout=240), make, units)
+
+
+def count_forwards(chosen: dict[str, Any]) -> list[int]:
+    """Count how often each block computes in one step."""
+    calls: list[int] = []
+
+    def counted() -> nn.Module:
+        module = Blocks()
+        for place, block in enumerate(module.blocks):
+            block.linear.register_forward_pre_hook(lambda *_, place=place: calls.append(place))
+        return module
+
+    with get_strategy(**chosen) as strategy:
+        model, optimizer = set_up(strategy, counted, sgd)
+        step(strategy, model, optimizer, models.batches("plain", 1, 12)[0])
+        return [calls.count(place) for place in range(3)]
+
+
+@pytest.mark.parametrize("wrapped", [None, {Block}, {nn.Linear}])
+@pytest.mark.parametrize("name", ["xla_fsdp", "xla_spmd"])
+def test_layers_compute_again_in_backward_whatever_the_units(worlds: Any, name: str, wrapped: Any) -> None:
+    """The first of them is given data alone, whose gradients nobody wants; upstream keeps what it computes then."""
+    chosen = options(name=name, auto_wrap_policy=wrapped, activation_checkpointing_policy={Block})
+    world = worlds(1, spread_over(4)) if name == "xla_spmd" else worlds(2, HASTY)
+    if (name, wrapped) == ("xla_fsdp", {nn.Linear}):
+        with pytest.raises(RankFailed, match="activation_checkpointing_policy names Block, which holds units"):
+            world.run(count_forwards, chosen, timeout=240)
+    else:
+        assert all(counts == [1, 2, 2] for counts in world.run(count_forwards, chosen, timeout=240))
+
+
+@pytest.mark.parametrize("option", ["auto_wrap_policy", "activation_checkpointing_policy"])
+@pytest.mark.parametrize("name", ["xla_fsdp", "xla_spmd"])
+def test_a_class_that_the_model_lacks_is_an_error(worlds: Any, name: str, option: str) -> None:
+    world = worlds(1, spread_over(4) if name == "xla_spmd" else HASTY)
+    with pytest.raises(RankFailed, match=f"InvalidOption: {option} names Bilinear, of which the model has none"):
+        world.run(count_forwards, options(name=name, **{option: {nn.Bilinear}}))
+    with pytest.raises(RankFailed, match=f"InvalidOption: {option} names ModuleList, which has no forward"):
+        world.run(count_forwards, options(name=name, **{option: {nn.ModuleList}}))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class XLAFSDPConfig:
         None, "which submodules are units of their own: classes, or a policy as upstream takes it; None for none"
     )
     activation_checkpointing_policy: set[type] | None = option(
-        None, "classes of units whose activations are computed again in backward instead of kept"
+        None, "classes of submodules that compute their activations again in backward instead of keeping them"
     )
     state_dict_type: str = option("sharded", "in which form checkpoints are written: sharded or full")
     sequential_save: bool = option(False, "let ranks write one after another (not yet)")
@@ -109,7 +109,7 @@ class XLASPMDConfig:
         None, "which submodules' outputs are sharded too: classes, or a policy as upstream takes it"
     )
     activation_checkpointing_policy: set[type] | None = option(
-        None, "classes of such submodules whose activations are computed again in backward instead of kept"
+        None, "classes of submodules that compute their activations again in backward instead of keeping them"
     )
     shard_output: Callable[..., None] | None = option(
         None, "marks how an output is sharded, called with it and the mesh; None cuts every tensor's first dim"
@@ -140,16 +140,9 @@ def _check_form(form: object) -> None:
 def _check_policies(wrap: object, checkpoint: object) -> None:
     if wrap is not None and not _are_classes(wrap) and (isinstance(wrap, type) or not callable(wrap)):
         raise InvalidOption(f"auto_wrap_policy is {wrap!r}; give a set of module classes, a policy, or None.")
-    if checkpoint is None:
-        return
-    if not _are_classes(checkpoint):
+    if checkpoint is not None and not _are_classes(checkpoint):
         raise InvalidOption(
             f"activation_checkpointing_policy is {checkpoint!r}; give a set of module classes, or None."
-        )
-    if wrap is None:
-        raise InvalidOption(
-            "activation_checkpointing_policy names units, and there are none but the whole module; name the same "
-            "classes in auto_wrap_policy."
         )
 
 

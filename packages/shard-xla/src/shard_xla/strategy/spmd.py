@@ -23,6 +23,7 @@ from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.held import check_held
 from shard_xla.strategy.layout import Layout, check_on_host, release, take_own_names
 from shard_xla.strategy.tracing import stepping_lists
+from shard_xla.strategy.units import check_classes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +71,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     ) -> torch.nn.Module:
         """Take the module to the devices, tied as it is, and spread it."""
         check_on_host(names)
+        check_classes(module, self.config)
         layout = Layout(module)
         spreading.to_device(module, self.root_device)
         for parameter in module.parameters():

@@ -94,19 +94,15 @@ def wrap(module: nn.Module, config: XLASPMDConfig, mesh: Any) -> nn.Module:
     Returns:
         What to call.
     """
-    from torch_xla.distributed.fsdp import checkpoint_module
     from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-    from shard_xla.strategy.units import wrap_policy, wrapper
+    from shard_xla.strategy.units import recompute, wrap_policy
 
+    recompute(module, config)
     make: Callable[..., nn.Module] = functools.partial(
         SpmdFullyShardedDataParallel, mesh=mesh, shard_output=config.shard_output or spread_samples
     )
-    root = make(
-        module,
-        auto_wrap_policy=wrap_policy(module, config),
-        auto_wrapper_callable=wrapper(SpmdFullyShardedDataParallel, checkpoint_module, config),
-    )
+    root = make(module, auto_wrap_policy=wrap_policy(module, config))
 
     def cut(called: nn.Module, args: Any, kwargs: Any) -> None:
         del called

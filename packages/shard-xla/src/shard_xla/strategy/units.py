@@ -8,13 +8,13 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from shard_core.errors import SetupError
+from torch import nn
+
+from shard_core.errors import InvalidOption, SetupError, nearest
 from shard_xla import collectives
 from shard_xla._versions import register_in_place, shards_to_gather, take_over_collectives
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
 
 log = logging.getLogger(__name__)
@@ -47,11 +47,14 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
 
     Raises:
         SetupError: If a parameter cannot be cut as the options say.
+        InvalidOption: If a class that was named matches no submodule.
     """
-    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
+    check_classes(module, config)
     if config.shard_param_on_dim_0:
         _refuse_scalars(module)
+    recompute(module, config)
     keywords = {name: getattr(config, name) for name in _KEYWORDS}
     # Upstream would take XLA's own world, and each process is a world of its own there.
     keywords |= {
@@ -62,9 +65,9 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
     root: nn.Module = XlaFullyShardedDataParallel(
         module,
         auto_wrap_policy=wrap_policy(module, config),
-        auto_wrapper_callable=wrapper(XlaFullyShardedDataParallel, checkpoint_module, config),
         **keywords,
     )
+    _refuse_units_inside(module, config)
     for unit in units_of(root):
         # A rank alone has nobody to talk to: through the host its step would be cut into pieces for nothing.
         if world_size > 1:
@@ -153,29 +156,54 @@ def _torn(module: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
-def wrapper(
-    upstream: Callable[..., nn.Module],
-    checkpoint: Callable[[nn.Module], nn.Module],
-    config: XLAFSDPConfig | XLASPMDConfig,
-) -> Callable[..., nn.Module] | None:
-    """Make what wraps a unit: upstream's class, around a checkpointed forward for the classes the user named.
+def recompute(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> None:
+    """Let submodules of the classes the user named compute their activations again in backward, units or not.
 
     Args:
-        upstream: The class.
-        checkpoint: Makes a module compute its activations again in backward.
+        module: The whole module, not wrapped yet.
+        config: The options.
+    """
+    from torch_xla.distributed.fsdp import checkpoint_module
+
+    classes = config.activation_checkpointing_policy
+    for part in [*module.modules()][1:] if classes else []:
+        if isinstance(part, tuple(classes or ())):
+            checkpoint_module(part)
+
+
+def check_classes(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> None:
+    """Refuse classes of which the model has no submodule, or none that runs.
+
+    Args:
+        module: The whole module.
         config: The options.
 
-    Returns:
-        A callable of a module, or None for the class itself.
+    Raises:
+        InvalidOption: Naming the option, the class, and the nearest there is.
     """
-    classes = config.activation_checkpointing_policy
-    if classes is None:
-        return None
+    kinds = {type(part) for part in [*module.modules()][1:]}
+    for option in ("auto_wrap_policy", "activation_checkpointing_policy"):
+        chosen = getattr(config, option)
+        for kind in chosen if isinstance(chosen, set | frozenset) else ():
+            if not any(issubclass(each, kind) for each in kinds):
+                hint = nearest(kind.__name__, {each.__name__ for each in kinds}) or "."
+                raise InvalidOption(f"{option} names {kind.__name__}, of which the model has none{hint}")
+            if kind.forward is nn.Module.forward:
+                raise InvalidOption(
+                    f"{option} names {kind.__name__}, which has no forward; name the class of what it holds."
+                )
 
-    def wrap(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return upstream(checkpoint(module) if isinstance(module, tuple(classes)) else module, *args, **kwargs)
 
-    return wrap
+def _refuse_units_inside(module: nn.Module, config: XLAFSDPConfig) -> None:
+    """Refuse what upstream computes wrong gradients of: units inside a layer that computes again in backward."""
+    classes = tuple(config.activation_checkpointing_policy or ())
+    for part in [*module.modules()][1:]:
+        if isinstance(part, classes) and next(units_of(part), None):
+            raise InvalidOption(
+                f"activation_checkpointing_policy names {type(part).__name__}, which holds units, and torch_xla gets "
+                "gradients wrong of units inside what is computed again; name classes that hold none, or leave what "
+                "they hold out of auto_wrap_policy."
+            )
 
 
 def _refuse_scalars(module: nn.Module) -> None:
