@@ -153,6 +153,7 @@ class Blocks(nn.Module):
     [
         ({Blocks}, "auto_wrap_policy names Blocks, of which the model has none; did you mean 'Block'?"),
         ({nn.ModuleList}, "auto_wrap_policy names ModuleList, which has no forward; name the class of what it holds."),
+        ({nn.Linear, nn.ReLU}, "auto_wrap_policy names ReLU, which has no parameters here, so nothing of it is a unit"),
         (CustomPolicy(lambda module: {"cpu_offload": True} if is_mlp(module) else False), "'cpu_offload' of its own"),
     ],
 )

@@ -26,7 +26,7 @@ def chosen_by(policy: Any, module: nn.Module) -> list[nn.Module]:
         The submodules, without containers that never run.
 
     Raises:
-        InvalidOption: If a class matches no submodule, or the policy wants units that differ in what no unit can
+        InvalidOption: If a class matches no submodule, or none with parameters, or the policy wants units that differ in what no unit can
             have of its own.
 
     Example:
@@ -43,7 +43,14 @@ def chosen_by(policy: Any, module: nn.Module) -> list[nn.Module]:
 'Linear'?
     """
     if isinstance(policy, Iterable):
-        return of_classes("auto_wrap_policy", policy, module)
+        chosen = of_classes("auto_wrap_policy", policy, module)
+        for kind in policy:
+            if not any(next(part.parameters(), None) is not None for part in chosen if isinstance(part, kind)):
+                raise InvalidOption(
+                    f"auto_wrap_policy names {kind.__name__}, which has no parameters here, so nothing of it is a "
+                    "unit; name the class of what holds them."
+                )
+        return chosen
     if isinstance(policy, CustomPolicy):
         targets = _by_custom(policy, module)
     else:
