@@ -84,6 +84,44 @@ def accelerator() -> Any:
 
 
 @contextlib.contextmanager
+def own_device(device: torch.device) -> Iterator[None]:
+    """Let DeepSpeed know this process's device alone: it takes LOCAL_RANK for its number, at setup and in forwards.
+
+    Args:
+        device: This rank's.
+    """
+    from deepspeed.accelerator import set_accelerator
+
+    if device.index is None:
+        yield
+        return
+    before = accelerator()
+    set_accelerator(_of_one_device(before, device.index))
+    try:
+        yield
+    finally:
+        set_accelerator(before)
+
+
+def _of_one_device(accelerator: Any, index: int) -> Any:
+    kind: Any = getattr(accelerator, "of_many", type(accelerator))
+
+    class OfOneDevice(kind):  # type: ignore[misc]  # which class it is depends on the machine
+        """Reaches one device, whatever number it is asked for."""
+
+        of_many = kind
+
+        def device_name(self, device_index: Any = None) -> Any:
+            return super().device_name(None if device_index is None else index)
+
+        def set_device(self, device_index: Any) -> Any:
+            del device_index
+            return super().set_device(index)
+
+    return OfOneDevice()
+
+
+@contextlib.contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
     """Set a variable for a moment, unless it is set."""
     there = name in os.environ

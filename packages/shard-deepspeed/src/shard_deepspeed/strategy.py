@@ -103,6 +103,7 @@ class DeepSpeedStrategy(Strategy):
                 f"{self.root_device.type!r}; start another process for it, or set DS_ACCELERATOR."
             )
         _versions.forget_dead_groups()
+        self._environment.enter_context(_versions.own_device(self.root_device))
         # DeepSpeed wants an optimizer to shard for; the user's come later, one or several, and take the steps.
         stand_in = torch.optim.SGD(trained, lr=0.0)
         told = settings(self.config, self.precision.policy.parameter)
@@ -116,6 +117,8 @@ class DeepSpeedStrategy(Strategy):
             _versions.one_dimension(module.parameters()),
         ):
             engine, *_ = deepspeed.initialize(model=module, optimizer=stand_in, config=told)
+        if engine.device.index not in (None, self.root_device.index):
+            raise SetupError(f"DeepSpeed computes on {engine.device}, not on this rank's device, {self.root_device}.")
         engine.set_gradient_accumulation_boundary(True)
         check_honoured(engine, self.config)
         return engine

@@ -26,8 +26,8 @@ def chosen_by(policy: Any, module: nn.Module) -> list[nn.Module]:
         The submodules, without containers that never run.
 
     Raises:
-        InvalidOption: If a class matches no submodule, or none with parameters, or the policy wants units that differ in what no unit can
-            have of its own.
+        InvalidOption: If a class matches no submodule, or none with parameters, or the policy wants units that differ
+            in what no unit can have of its own.
 
     Example:
         >>> import functools
