@@ -92,7 +92,7 @@ def own_device(device: torch.device) -> Iterator[None]:
     """
     from deepspeed.accelerator import set_accelerator
 
-    if device.index is None:
+    if device == torch.device(device.type):  # it has no number
         yield
         return
     before = accelerator()
