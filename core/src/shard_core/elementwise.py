@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
-import inspect
-import random
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from shard_core.trial import Bounds, NoAnswer, Trial, named, undisturbed
+
 #: Large enough that optimizers which treat small matrices differently see a large one.
-_SHAPE = (136, 144)
+_MATRIX = (136, 144)
 
-#: Multiples of 64, so that vectorized kernels leave no rest and give the same bits; the later begin where no
-#: block of the 256 of block-wise quantization does, so that blocks are cut through. The first is small: an optimizer
-#: that keeps statistics of rows takes each element of a piece for a row, and minutes for thousands of them.
-_PIECES = (64, 6400, 4160, 8960)
+#: By size, the pieces of a tensor: multiples of 64, so that vectorized kernels leave no rest and give the same bits; the
+#: later begin where no block of the 256 of block-wise quantization does, so that blocks are cut through. The first is
+#: small: an optimizer that keeps statistics of rows takes each element of a piece for a row, and is found out by it.
+_PIECES = {136 * 144: (64, 6400, 13120), 1152: (64, 384, 704)}
 
-_STEPS = 6
+#: By piece, the company it is stepped in: what stands before it, what behind, and how large their gradients are.
+_COMPANY: tuple[tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], float], ...] = (
+    ((), (), 1.0),
+    ((), ((90, 100),), 30.0),
+    (((40, 7), (9,)), (), 1e-4),
+)
+
+#: What gradients are multiplied by, in turn. Small ones first: what is divided by them shows.
+_SCALES = (1e-4, 1.0, 1e3, 1e-2)
+#: Each of three kinds of gradients at each scale; beyond the tenth, since many do something every so many steps.
+_STEPS = 3 * len(_SCALES)
 
 #: Names that optimizers and schedulers add to a group and that no constructor takes.
 _BOOKKEEPING = ("params", "param_names", "initial_lr")
+
+_IN_PIECES = "it steps a matrix differently from the same numbers in flat pieces"
+_IN_COMPANY = "it steps numbers differently when it has other tensors to step beside them"
+_STATE = "it keeps state that is not the same, element by element, for a matrix and its flat pieces"
+_SHARED = "what it keeps for all parameters of a group depends on which tensors it steps"
+_CANNOT_STEP_PIECES = "it cannot step a flat piece of a matrix"
 
 _AS_THEY_ARE: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -34,12 +49,13 @@ _AS_THEY_ARE: Mapping[str, Any] = types.MappingProxyType({})
 def why_not_elementwise(
     optimizer: torch.optim.Optimizer, device: torch.device, settings: Mapping[str, Any] = _AS_THEY_ARE
 ) -> str | None:
-    """Say why an optimizer cannot be trusted to work element by element.
+    """Explain why an optimizer cannot be trusted to work element by element.
 
-    It is judged by what it does: an optimizer of the same class and settings steps a matrix whole, others step
-    the same numbers cut into flat pieces, and the results must have the same bits. The optimizer itself, its
-    state and the random number generators are left alone. What changes its nature after the first few
-    steps is not seen.
+    It is judged by what it does. One of the same class and settings steps a matrix whole and alone, others step the
+    same numbers cut into flat pieces, some beside other tensors. After each step values and state must have the same
+    bits, and what the groups hold must be the same. The optimizer itself, its state and the random number generators
+    are left alone. No answer counts as a reason: it cannot be built, it fails, it works too much. What changes its
+    nature after the first steps is not seen.
 
     Args:
         optimizer: The user's.
@@ -49,13 +65,11 @@ def why_not_elementwise(
     Returns:
         A clause to go on "because" with, or None if it works element by element.
     """
-    kind: Any = type(optimizer)
-    for group in optimizer.param_groups:
-        tried = {name: value for name, value in group.items() if name not in _BOOKKEEPING} | dict(settings)
-        reason = _verdict(kind, _Settings.of(optimizer.defaults), _Settings.of(tried), device)
-        if reason is not None:
-            return reason
-    return None
+    try:
+        groups = dict.fromkeys(_Group.of(group, optimizer.defaults, settings) for group in optimizer.param_groups)
+        return _verdict(type(optimizer), _Settings.of(optimizer.defaults), tuple(groups), device)
+    except Exception as error:  # noqa: BLE001 - whatever strangers' settings raise, they cannot be tried
+        return f"its settings cannot be tried out ({named(error)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,79 +84,143 @@ class _Settings:
         return cls(repr(sorted((name, repr(value)) for name, value in values.items())), values)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """A group's settings, and the shapes to try them on."""
+
+    settings: _Settings
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], defaults: Mapping[str, Any], changed: Mapping[str, Any]) -> _Group:
+        tried = {name: value for name, value in group.items() if name not in _BOOKKEEPING}
+        more_dims = sorted({min(each.dim(), 6) for each in group["params"]} - {0, 1, 2})
+        return cls(
+            _Settings.of(tried | _rate(group, defaults) | dict(changed)),
+            (_MATRIX, *((8, 9, *[2] * (dims - 3), 16 >> (dims - 3)) for dims in more_dims)),
+        )
+
+
+def _rate(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Find a learning rate other than zero, with which warm-ups begin: nothing would show what is done with it."""
+    for rate in (group.get("lr"), group.get("initial_lr"), defaults.get("lr")):
+        if isinstance(rate, (int, float, torch.Tensor)) and bool(rate != 0):
+            return {"lr": rate}
+    return {}
+
+
 @functools.lru_cache(maxsize=64)
-def _verdict(kind: Any, defaults: _Settings, group: _Settings, device: torch.device) -> str | None:
-    generator = torch.Generator().manual_seed(0)
-    shape = (_STEPS + 1, *_SHAPE)
-    values, *gradients = torch.randn(shape, generator=generator, device="cpu").to(device).unbind()
-    settings = copy.deepcopy((defaults.values, group.values))
-    make = functools.partial(_make, kind, *settings)
+def _verdict(kind: Any, defaults: _Settings, groups: tuple[_Group, ...], device: torch.device) -> str | None:
+    settings = copy.deepcopy((defaults.values, [group.settings.values for group in groups]))
     try:
-        with _undisturbed(device):
-            whole = _stepped(make, values, gradients)
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's optimizer raises, it cannot be tried
-        return f"it could not be tried out on a matrix of its own ({type(error).__name__}: {_first_line(error)})"
-    try:
-        with _undisturbed(device):
-            for stepped, piece, *rest in _cut(whole, values, *gradients):
-                if not torch.equal(_stepped(make, piece, rest), stepped):
-                    return "it steps a matrix differently from the same numbers in flat pieces"
-    except Exception as error:  # noqa: BLE001
-        return f"it cannot step a flat piece of a matrix ({type(error).__name__}: {_first_line(error)})"
+        with undisturbed(device):
+            return _difference(functools.partial(Trial, kind, *settings), groups, Bounds(len(groups)))
+    except NoAnswer as reason:
+        return str(reason)
+
+
+def _difference(make: Callable[..., Trial], groups: Sequence[_Group], bounds: Bounds) -> str | None:
+    """Step a whole and its pieces side by side, up to the first step after which they differ."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    starts = [[_start(shape, generator) for shape in group.shapes] for group in groups]
+    with bounds.around("it could not be tried out on a matrix of its own"):
+        whole = make(starts, seed=0)
+    pieces = []
+    for number in range(len(_COMPANY)):
+        with bounds.around(_CANNOT_STEP_PIECES):
+            pieces.append(_Piece(make, number, starts))
+    for step in range(_STEPS):
+        gradients = [[_gradient(step, start, generator) for start in of_group] for of_group in starts]
+        with bounds.around("it could not be tried out on a matrix of its own"):
+            whole.step(gradients)
+        for piece in pieces:
+            with bounds.around(_CANNOT_STEP_PIECES):
+                piece.step(gradients, _SCALES[step % len(_SCALES)])
+            reason = piece.difference(whole)
+            if reason is not None:
+                return reason
     return None
 
 
-def _cut(*matrices: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Give the same flat piece of each matrix, piece by piece."""
-    return zip(*(matrix.flatten().split(_PIECES) for matrix in matrices), strict=True)
+def _random(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Draw the same numbers on every device."""
+    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
-def _make(
-    kind: Callable[..., torch.optim.Optimizer],
-    defaults: Mapping[str, Any],
-    group: Mapping[str, Any],
-    parameter: torch.Tensor,
-) -> torch.optim.Optimizer:
-    """Build an optimizer of the user's class and settings over one parameter of ours."""
-    accepted = inspect.signature(kind).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
-    arguments = {name: value for name, value in defaults.items() if takes_all or name in accepted}
-    return kind([{**copy.deepcopy(dict(group)), "params": [parameter]}], **copy.deepcopy(arguments))
+def _start(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Make values of a tensor; zeros among them show the slightest step."""
+    start = _random(shape, generator)
+    start.view(-1)[::7] = 0.0
+    return start
 
 
-def _stepped(
-    make: Callable[[torch.Tensor], torch.optim.Optimizer], start: torch.Tensor, gradients: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Step numbers and return where they ended."""
-    parameter = torch.nn.Parameter(start.clone())
-    optimizer = make(parameter)
-    step: Callable[..., Any] = optimizer.step
-    asks = inspect.signature(step).parameters.get("closure")
-    for gradient in gradients:
-        evaluate = functools.partial(_evaluated, parameter, gradient)
-        evaluate()
-        # Given only where it must be: it would undo what a step does to gradients before it asks.
-        step(*([evaluate] if asks is not None and asks.default is inspect.Parameter.empty else []))
-    return parameter.detach()
+def _gradient(step: int, start: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Make a gradient: across each row of the values, as where a norm follows; along them, as weight decay's; neither."""
+    gradient = _random(start.shape, generator)
+    rows, values = gradient.flatten(1), start.flatten(1)
+    if step % 3 == 0:
+        rows -= values * ((rows * values).sum(1) / values.square().sum(1)).unsqueeze(1)
+    elif step % 3 == 1:
+        rows += 3 * values
+    return gradient * _SCALES[step % len(_SCALES)]
 
 
-def _evaluated(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Be the closure of a loss."""
-    parameter.grad = gradient.clone()
-    return gradient.new_ones(())
+class _Piece:
+    """One flat piece of each watched tensor, stepped in its company."""
+
+    def __init__(self, make: Callable[..., Trial], number: int, whole: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._number = number
+        self._before, self._behind, self._scale = _COMPANY[number]
+        self._generator = torch.Generator("cpu").manual_seed(1 + number)
+        self._trial = make(self._in_company(whole, 1.0), seed=1 + number)
+
+    def step(self, gradients: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
+        """Step by the same gradients as the whole, of this size."""
+        self._trial.step(self._in_company(gradients, self._scale * scale))
+
+    def difference(self, whole: Trial) -> str | None:
+        """Return what is no longer as it is with the whole, as a clause."""
+        for parameters, of_whole in zip(self._trial.parameters, whole.parameters, strict=True):
+            watched = parameters[len(self._before) : len(parameters) - len(self._behind)]
+            for piece, parameter in zip(watched, of_whole, strict=True):
+                same = functools.partial(_same, cut=functools.partial(self._cut, like=parameter))
+                if not same(parameter.detach(), piece.detach()):
+                    return _IN_COMPANY if self._before or self._behind else _IN_PIECES
+                if not same(whole.optimizer.state.get(parameter), self._trial.optimizer.state.get(piece)):
+                    return _STATE
+        return None if _same(_shared(whole.optimizer), _shared(self._trial.optimizer)) else _SHARED
+
+    def _in_company(self, tensors: Sequence[Sequence[torch.Tensor]], scale: float) -> list[list[torch.Tensor]]:
+        return [
+            [*self._others(self._before, scale), *map(self._cut, of_group), *self._others(self._behind, scale)]
+            for of_group in tensors
+        ]
+
+    def _others(self, shapes: Sequence[Sequence[int]], scale: float) -> list[torch.Tensor]:
+        return [_random(shape, self._generator) * scale for shape in shapes]
+
+    def _cut(self, tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+        """Return this piece of a tensor, or all of one that has another size than its parameter."""
+        if like is not None and tensor.numel() != like.numel():
+            return tensor
+        return tensor.detach().flatten().split(_PIECES[tensor.numel()])[self._number]
 
 
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Give every generator its state back afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+def _shared(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return what an optimizer keeps beside the state of single parameters."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [*groups, {name: value for name, value in optimizer.state.items() if not isinstance(name, torch.Tensor)}]
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0].rstrip(".")
+def _same(whole: Any, piece: Any, cut: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> bool:
+    """Compare, tensors bit for bit: what is kept for a whole, cut, and what is kept for a piece."""
+    if type(whole) is not type(piece):
+        return False
+    if isinstance(whole, torch.Tensor):
+        whole = cut(whole)
+        return whole.shape == piece.shape and torch.equal(whole, piece)
+    if isinstance(whole, Mapping):
+        return whole.keys() == piece.keys() and all(_same(whole[name], piece[name], cut) for name in whole)
+    if isinstance(whole, (list, tuple, collections.deque)):
+        return len(whole) == len(piece) and all(_same(*pair, cut) for pair in zip(whole, piece, strict=True))
+    return whole is piece or bool(whole == piece) or (hasattr(whole, "__dict__") and _same(vars(whole), vars(piece), cut))

@@ -1,0 +1,187 @@
+"""An optimizer of the user's class and settings over tensors of ours: it disturbs nothing, and has bounded work."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from shard_core._versions import TorchDispatchMode
+
+#: Elements that operations may touch, by group of parameters; one takes about a nanosecond, and AdamW needs 1e8.
+_WORK = 2_000_000_000
+#: The elements in whose time an operation starts.
+_START = 20_000
+#: The most elements of a tensor: 16 times as many as the largest that is stepped, so that no matrix has sides of
+#: thousands.
+_LARGEST = 320_000
+
+#: Parts of the names of operations whose work grows with the cube of a matrix's side.
+_CUBIC = ("linalg", "mm", "cholesky", "qr", "svd", "triangular")
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class NoAnswer(Exception):
+    """A trial that came to no end; the clause that says why goes on after "because"."""
+
+
+class Bounds(TorchDispatchMode):
+    """Breaks trials off that call a collective, which no other rank would answer, or work too much.
+
+    The clock is not asked: machines must judge alike, whatever else they do.
+
+    Args:
+        groups: How many groups of parameters each trial has.
+    """
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = _WORK * groups
+        self._broken: NoAnswer | None = None
+
+    @contextmanager
+    def around(self, what_fails: str) -> Iterator[None]:
+        """Hold what a stranger's optimizer does inside to the bounds.
+
+        Args:
+            what_fails: A clause for what it raises.
+
+        Raises:
+            NoAnswer: If it raises anything, or leaves the bounds.
+        """
+        try:
+            with self:
+                yield
+        except Exception as error:
+            raise self._broken or NoAnswer(f"{what_fails} ({named(error)})") from error
+        if self._broken:
+            raise self._broken
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func.namespace in _COLLECTIVES:
+            self._break("it calls collectives of its own")
+        cubic = any(part in func.__name__ for part in _CUBIC) and "norm" not in func.__name__
+        self._charge(_START + _work((args, kwargs), cubic))
+        result = func(*args, **(kwargs or {}))
+        self._charge(_work(result, cubic))
+        return result
+
+    def _charge(self, work: int) -> None:
+        self._left -= work
+        if self._left < 0:
+            self._break("trying it out takes more work than an optimizer that works element by element needs")
+
+    def _break(self, reason: str) -> None:
+        # Kept as well as raised: the optimizer may catch what is raised inside it.
+        self._broken = self._broken or NoAnswer(reason)
+        raise self._broken
+
+
+def _work(value: Any, cubic: bool) -> int:
+    """Estimate the work on the tensors in arguments or results."""
+    if isinstance(value, torch.Tensor):
+        elements = value.numel()
+        if elements > _LARGEST:
+            return _WORK * elements
+        return elements * min(value.shape[-2:]) if cubic and value.dim() > 1 else elements
+    if isinstance(value, (tuple, list)):
+        return sum([_work(each, cubic) for each in value])
+    return _work(list(value.values()), cubic) if isinstance(value, dict) else 0
+
+
+class Trial:
+    """One optimizer over tensors of ours.
+
+    Args:
+        kind: The user's class.
+        defaults: What the user's optimizer had for defaults.
+        groups: Settings of its groups, as many as there shall be.
+        starts: By group, the values its tensors start with.
+        seed: Of what it may draw while it steps.
+    """
+
+    def __init__(
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+        starts: Sequence[Sequence[torch.Tensor]],
+        seed: int,
+    ) -> None:
+        self.parameters = [[torch.nn.Parameter(start.clone()) for start in each] for each in starts]
+        self._seed = seed
+        accepted = inspect.signature(kind).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+        arguments = {name: value for name, value in defaults.items() if takes_all or name in accepted}
+        self.optimizer = kind(
+            [
+                {**copy.deepcopy(dict(group)), "params": list(parameters)}
+                for group, parameters in zip(groups, self.parameters, strict=True)
+            ],
+            **copy.deepcopy(arguments),
+        )
+        # Some average weights, and step only after they were told to train.
+        train = getattr(self.optimizer, "train", None)
+        if callable(train):
+            train()
+
+    def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Step once.
+
+        Args:
+            gradients: By group, one for each tensor.
+        """
+        _seed_all(self._seed)
+        step: Callable[..., Any] = self.optimizer.step
+        evaluate = functools.partial(self._evaluate, gradients)
+        asks = inspect.signature(step).parameters.get("closure")
+        evaluate()
+        # Given only where it must be: it would undo what a step does to gradients before it asks.
+        step(*([evaluate] if asks is not None and asks.default is inspect.Parameter.empty else []))
+
+    def _evaluate(self, gradients: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Be the closure of a loss."""
+        for parameters, of_group in zip(self.parameters, gradients, strict=True):
+            for parameter, gradient in zip(parameters, of_group, strict=True):
+                parameter.grad = gradient.clone()
+        return torch.ones(())
+
+
+def named(error: Exception) -> str:
+    """Return an exception's class and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0].rstrip('.')}"
+
+
+def _seed_all(seed: int) -> None:
+    """Seed generators as ranks have them: not alike. ``torch.manual_seed`` also seeds devices that begin later."""
+    torch.default_generator.manual_seed(seed)
+    device = torch.get_default_device()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Give every generator its state back afterwards, and make new tensors on a device.
+
+    Args:
+        device: Where to try optimizers.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
