@@ -41,8 +41,9 @@ it when a module gets others. Checked on torch 2.13.0. They can go when torch li
 consist of, two of them private. They are never imported; a pickle that names others is refused. Checked on torch
 2.13.0. They can go when torch writes its metadata as data.
 
-``TorchDispatchMode``: a context that sees every operation, by which memory on the CPU is measured. Checked on torch
-2.13.0. It can go when torch counts the bytes of tensors on the CPU as it does on other devices.
+``TorchDispatchMode``: a context that sees every operation, by which memory on the CPU is measured, and strangers'
+optimizers are kept from collectives and from endless work while they are tried out. Checked on torch 2.13.0. It can go
+when torch documents it; ``TorchFunctionMode`` sees no collectives.
 
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch tells it in public.

@@ -17,10 +17,10 @@ from shard_core.trial import Bounds, NoAnswer, Trial, named, undisturbed
 #: Large enough that optimizers which treat small matrices differently see a large one.
 _MATRIX = (136, 144)
 
-#: By size, the pieces of a tensor: multiples of 64, so that vectorized kernels leave no rest and give the same bits; the
-#: later begin where no block of the 256 of block-wise quantization does, so that blocks are cut through. The first is
-#: small: an optimizer that keeps statistics of rows takes each element of a piece for a row, and is found out by it.
-_PIECES = {136 * 144: (64, 6400, 13120), 1152: (64, 384, 704)}
+#: By size, the pieces of a tensor: multiples of 64, so that vectorized kernels leave no rest and give the same bits.
+#: The later begin where no block of the 256 of block-wise quantization does, so that blocks are cut through. The first
+#: is small: to an optimizer that keeps statistics of rows each element is a row, and that is found out early.
+_PIECES = {136 * 144: [64, 6400, 13120], 1152: [64, 384, 704]}
 
 #: By piece, the company it is stepped in: what stands before it, what behind, and how large their gradients are.
 _COMPANY: tuple[tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], float], ...] = (
@@ -38,7 +38,7 @@ _STEPS = 3 * len(_SCALES)
 _BOOKKEEPING = ("params", "param_names", "initial_lr")
 
 _IN_PIECES = "it steps a matrix differently from the same numbers in flat pieces"
-_IN_COMPANY = "it steps numbers differently when it has other tensors to step beside them"
+_IN_COMPANY = "it steps a matrix differently from the same numbers in flat pieces beside other tensors"
 _STATE = "it keeps state that is not the same, element by element, for a matrix and its flat pieces"
 _SHARED = "what it keeps for all parameters of a group depends on which tensors it steps"
 _CANNOT_STEP_PIECES = "it cannot step a flat piece of a matrix"
@@ -65,9 +65,10 @@ def why_not_elementwise(
     Returns:
         A clause to go on "because" with, or None if it works element by element.
     """
+    kind: Any = type(optimizer)
     try:
         groups = dict.fromkeys(_Group.of(group, optimizer.defaults, settings) for group in optimizer.param_groups)
-        return _verdict(type(optimizer), _Settings.of(optimizer.defaults), tuple(groups), device)
+        return _verdict(kind, _Settings.of(optimizer.defaults), tuple(groups), device)
     except Exception as error:  # noqa: BLE001 - whatever strangers' settings raise, they cannot be tried
         return f"its settings cannot be tried out ({named(error)})"
 
@@ -101,7 +102,7 @@ class _Group:
         )
 
 
-def _rate(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rate(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Find a learning rate other than zero, with which warm-ups begin: nothing would show what is done with it."""
     for rate in (group.get("lr"), group.get("initial_lr"), defaults.get("lr")):
         if isinstance(rate, (int, float, torch.Tensor)) and bool(rate != 0):
@@ -130,7 +131,7 @@ def _difference(make: Callable[..., Trial], groups: Sequence[_Group], bounds: Bo
         with bounds.around(_CANNOT_STEP_PIECES):
             pieces.append(_Piece(make, number, starts))
     for step in range(_STEPS):
-        gradients = [[_gradient(step, start, generator) for start in of_group] for of_group in starts]
+        gradients = [[_gradient(step, each.detach(), generator) for each in group] for group in whole.parameters]
         with bounds.around("it could not be tried out on a matrix of its own"):
             whole.step(gradients)
         for piece in pieces:
@@ -154,14 +155,15 @@ def _start(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
     return start
 
 
-def _gradient(step: int, start: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Make a gradient: across each row of the values, as where a norm follows; along them, as weight decay's; neither."""
-    gradient = _random(start.shape, generator)
-    rows, values = gradient.flatten(1), start.flatten(1)
+def _gradient(step: int, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Make a gradient: almost at right angles to each row, as where a norm follows; along the rows; or neither."""
+    gradient = _random(values.shape, generator)
+    rows, row = gradient.flatten(1), values.flatten(1)
+    unit = row / row.square().mean(1, keepdim=True).sqrt()
     if step % 3 == 0:
-        rows -= values * ((rows * values).sum(1) / values.square().sum(1)).unsqueeze(1)
+        rows += (1e-3 - (rows * unit).mean(1, keepdim=True)) * unit
     elif step % 3 == 1:
-        rows += 3 * values
+        rows += 3 * unit
     return gradient * _SCALES[step % len(_SCALES)]
 
 
@@ -203,7 +205,7 @@ class _Piece:
         """Return this piece of a tensor, or all of one that has another size than its parameter."""
         if like is not None and tensor.numel() != like.numel():
             return tensor
-        return tensor.detach().flatten().split(_PIECES[tensor.numel()])[self._number]
+        return torch.split(tensor.detach().flatten(), _PIECES[tensor.numel()])[self._number]
 
 
 def _shared(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -223,4 +225,6 @@ def _same(whole: Any, piece: Any, cut: Callable[[torch.Tensor], torch.Tensor] = 
         return whole.keys() == piece.keys() and all(_same(whole[name], piece[name], cut) for name in whole)
     if isinstance(whole, (list, tuple, collections.deque)):
         return len(whole) == len(piece) and all(_same(*pair, cut) for pair in zip(whole, piece, strict=True))
-    return whole is piece or bool(whole == piece) or (hasattr(whole, "__dict__") and _same(vars(whole), vars(piece), cut))
+    return (
+        whole is piece or bool(whole == piece) or (hasattr(whole, "__dict__") and _same(vars(whole), vars(piece), cut))
+    )

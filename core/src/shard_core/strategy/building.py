@@ -114,7 +114,8 @@ class Building(Starting):
         known = self._registry.holder(optimizer)
         if known.optimizers:
             self._require(Capability.MULTIPLE_OPTIMIZERS)
-        self._require_elementwise(optimizer)
+        self.collectives.barrier("setup_optimizer")
+        self._require_elementwise([optimizer])
         known.check_groups(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
         known.optimizers[optimizer] = Accumulation()
@@ -175,10 +176,9 @@ class Building(Starting):
         if self._registry.find(module) is not None:
             raise SetupError(f"this {type(module).__name__} was set up already; use what setup returned.")
         self.setup_environment()
-        for optimizer in optimizers:
-            self._require_elementwise(optimizer)
         kind = type(module).__name__  # engines may exchange the class
         self.collectives.barrier(f"setup of {kind}")
+        self._require_elementwise(optimizers)
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
@@ -206,17 +206,25 @@ class Building(Starting):
         )
         return called
 
-    def _require_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
+    def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse on all ranks what rank 0 finds wanting; judged by each for itself, some would go on alone."""
         if Capability.ANY_OPTIMIZER in self.info.capabilities:
             return
-        reason = why_not_elementwise(optimizer, _compared_on(self.root_device))
-        if reason is not None:
-            kind = type(optimizer).__name__
-            raise MissingCapability(
-                f"strategy {self.info.name!r} does not promise ANY_OPTIMIZER: it steps only optimizers that work "
-                f"element by element, such as AdamW, and {kind} is not known to, because {reason}; take another "
-                "optimizer, or a strategy that promises it."
-            )
+        mine = self._why_refused(optimizers) if self.is_global_zero else None
+        refused = self.collectives.broadcast_object(mine)
+        if refused is not None:
+            raise MissingCapability(refused)
+
+    def _why_refused(self, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+        for optimizer in optimizers:
+            reason = why_not_elementwise(optimizer, _compared_on(self.root_device))
+            if reason is not None:
+                return (
+                    f"strategy {self.info.name!r} does not promise ANY_OPTIMIZER: it steps only optimizers that work "
+                    f"element by element, such as AdamW, and {type(optimizer).__name__} is not known to, because "
+                    f"{reason}; take another optimizer, or a strategy that promises it."
+                )
+        return None
 
 
 def _compared_on(device: torch.device) -> torch.device:
