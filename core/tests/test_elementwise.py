@@ -85,7 +85,7 @@ class Grouped(optim.SGD):
 
 
 class Distance(optim.SGD):
-    """Estimates over all tensors how far there is to go, as Prodigy and D-Adaptation do; at first little depends on it."""
+    """Estimates over all tensors how far there is to go, as Prodigy and D-Adaptation do."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -158,7 +158,7 @@ class Endless(optim.SGD):
             try:
                 while True:
                     parameter.grad.add_(0.0)
-            except Exception:
+            except Exception:  # noqa: BLE001
                 parameter.grad.zero_()
         return super().step(closure)
 
@@ -218,6 +218,7 @@ TOO_MUCH = "trying it out takes more work than an optimizer that works element b
         (Endless, TOO_MUCH),
         (Squaring, TOO_MUCH),
         (lambda p: NormScaled(p, lr=0.0), DIFFERENT),
+        (lambda p: NormScaled(p, lr=1e-9), DIFFERENT),
         (
             lambda p: optim.Muon([each for each in p if each.ndim == 2]),
             "it cannot step a flat piece of a matrix (Value",

@@ -107,7 +107,7 @@ def _rate(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
     for rate in (group.get("lr"), group.get("initial_lr"), defaults.get("lr")):
         if isinstance(rate, (int, float, torch.Tensor)) and bool(rate != 0):
             return {"lr": rate}
-    return {}
+    return {"lr": 1e-3} if "lr" in group else {}
 
 
 @functools.lru_cache(maxsize=64)

@@ -73,6 +73,7 @@ ROGUES = {
     # what a strategy can do
     "one_optimizer_steps": Fault("two_optimizers", _ABLE),
     "closure_once": Fault("closure_is_evaluated_again", _ABLE),
+    "refuses_by_name": Fault("any_optimizer_steps", _ABLE),
     "boasts_entry_methods": Fault("entry_methods_run", _ABLE),
     "boasts_meta_init": Fault("no_rank_builds_all", _ABLE),
     # which dtype where

@@ -10,6 +10,8 @@ import torch
 
 from rogues.rogue import Rogue
 from shard_core.data import ShardedLoader
+from shard_core.errors import MissingCapability
+from shard_core.plugins import StrategyInfo
 
 
 class DropsTheOptimizer(Rogue):
@@ -144,3 +146,17 @@ class _OneMore:
             yield batch
         if self.more:
             yield batch
+
+
+class RefusesByName(Rogue):
+    """Knows some optimizers that look at more than elements by their names, and takes all others for harmless."""
+
+    def __init__(self, *, info: StrategyInfo, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.info = info
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        for optimizer in optimizers:
+            if type(optimizer).__name__ in ("Adafactor", "LBFGS", "Muon"):
+                raise MissingCapability(f"{type(optimizer).__name__} looks at whole matrices; take AdamW.")
+        return self.inner.setup_module_and_optimizers(module, optimizers)

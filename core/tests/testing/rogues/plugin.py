@@ -19,6 +19,7 @@ _SAID: dict[str, dict[str, Any]] = {
     "boasts_meta_init": {"capabilities": DDP.capabilities | {Capability.META_INIT}},
     "boasts_unfreeze": {"capabilities": DDP.capabilities | {Capability.UNFREEZE}},
     "hides_clip_value": {"capabilities": DDP.capabilities - {Capability.CLIP_VALUE}},
+    "refuses_by_name": {"capabilities": DDP.capabilities - {Capability.ANY_OPTIMIZER}},
     "hides_sync_grads": {"capabilities": DDP.capabilities - {Capability.SYNC_GRADS}},
 }
 
@@ -45,6 +46,7 @@ FACTORIES = {
     **_at("starting", "shuns_a_precision"),
     **_at("building", "drops_the_optimizer", "forgets_state", "copies_optimizers", "levels_groups", "breaks_ties"),
     **_at("building", "thaws", "forgets_buffers", "never_trains", "one_optimizer_steps"),
+    **_at("building", "refuses_by_name"),
     **_at("building", "unshared_data", "uneven_data"),
     **_at("stepping", "summed", "rescaled", "fills_missing_gradients", "loses_deferred", "defers_nothing"),
     **_at("stepping", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),

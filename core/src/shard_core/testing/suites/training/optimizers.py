@@ -66,17 +66,17 @@ class Optimizers(Suite):
             assert evaluations == wanted, f"the closure was evaluated {evaluations} times, not {wanted}"
             oracle.assert_same_weights(weights, truth, 1e-6)
 
-    @pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
+    @pytest.mark.parametrize("optimizer", ["Adafactor", "Muon", "DistanceEstimate"])
     @promise(needs=Capability.ANY_OPTIMIZER, after=("averages_gradients",))
     def test_any_optimizer_steps(self, ranks: Ranks, optimizer: str) -> None:
-        """An optimizer that looks at whole matrices steps as in plain PyTorch.
+        """An optimizer that looks at whole matrices, or across tensors, steps as in plain PyTorch.
 
         Usual cause:
-            It is handed flat pieces, and takes each for a parameter of its own. Then the capability must not be
-            declared, and core refuses such optimizers.
+            It is handed flat pieces, and takes each for a parameter of its own, or sees on each rank other tensors
+            than the rest. Then the capability must not be declared, and core refuses such optimizers.
         """
-        truth = plainly("plain", _WHOLE_MATRIX[optimizer], _STEPS)
-        assert_like(ranks.run(train_by_matrices, optimizer), truth)
+        truth = plainly("plain", _MORE_THAN_ELEMENTS[optimizer], _STEPS)
+        assert_like(ranks.run(train_by_more_than_elements, optimizer), truth)
 
 
 def _sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -222,9 +222,31 @@ def _muon(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([parameter for parameter in module.parameters() if parameter.ndim == 2], lr=0.02)
 
 
-_WHOLE_MATRIX = {"Adafactor": _adafactor, "Muon": _muon}
+class DistanceEstimate(torch.optim.Optimizer):
+    """Descends as far as an estimate over all tensors together says that there is to go, which its group keeps."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Estimate and descend; a closure is not evaluated."""
+        for group in self.param_groups:
+            ready = [parameter for parameter in group["params"] if parameter.grad is not None]
+            along = sum(float((parameter * parameter.grad).sum()) for parameter in ready)
+            squares = sum(float(parameter.grad.square().sum()) for parameter in ready)
+            group["distance"] = max(group.get("distance", 0.0), abs(along) / (squares + 1e-8))
+            for parameter in ready:
+                parameter.sub_(parameter.grad, alpha=group["lr"] * group["distance"])
 
 
-def train_by_matrices(subject: Subject, optimizer: str) -> Run:
-    """Train with an optimizer that looks at whole matrices."""
-    return train(subject, "plain", _WHOLE_MATRIX[optimizer], _STEPS)
+def _distance_estimate(module: nn.Module) -> torch.optim.Optimizer:
+    return DistanceEstimate(module.parameters(), lr=0.1)
+
+
+_MORE_THAN_ELEMENTS = {"Adafactor": _adafactor, "Muon": _muon, "DistanceEstimate": _distance_estimate}
+
+
+def train_by_more_than_elements(subject: Subject, optimizer: str) -> Run:
+    """Train with an optimizer that looks at more than one element at a time."""
+    return train(subject, "plain", _MORE_THAN_ELEMENTS[optimizer], _STEPS)
