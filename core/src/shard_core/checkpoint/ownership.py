@@ -87,7 +87,10 @@ class Copies:
 
 
 class Ownership:
-    """Decides which rank saves which copy, evenly by bytes; every rank comes to the same answer.
+    """Decides which rank saves which copy; every rank comes to the same answer.
+
+    Copies of what an optimizer steps are equal and are saved by ranks in turn, evenly by bytes. Those of buffers may
+    have been changed by forwards on samples of the rank's own: the first is saved, so that all are of one rank.
 
     Args:
         rank: This rank.
@@ -111,7 +114,7 @@ class Ownership:
         Args:
             key: The tensor's name. Every rank asks for the same tensors in the same order.
             tensor: A plain tensor, of which each rank has a copy, or a distributed one.
-            stepped: Whether nothing but an optimizer's step changes it.
+            stepped: Whether nothing but an optimizer's step changes it, so that all copies are equal.
 
         Raises:
             CheckpointError: If the tensor holds no values that could be saved, or is laid out oddly.
@@ -124,20 +127,20 @@ class Ownership:
             box, local = Box.whole(tensor.shape), tensor.detach()
             copies = Copies(axes=None, sizes=(self._world_size,), place=self._rank)
         parts = self._world_size // math.prod(copies.sizes)
-        write = self._owner(copies, tensor.numel() * tensor.element_size() // parts) == copies.place
+        owner = self._owner(copies, tensor.numel() * tensor.element_size() // parts, in_turn=stepped)
         return TensorShard(
             key=key,
             shape=tuple(tensor.shape),
             offsets=box.offsets,
             view=local,
-            write=write,
+            write=owner == copies.place,
             stepped=tensor if stepped else None,
         )
 
-    def _owner(self, copies: Copies, size: int) -> int:
+    def _owner(self, copies: Copies, size: int, *, in_turn: bool) -> int:
         # Loads are counted per kind of layout: only ranks that hold copies of one part need to agree.
         loads = self._loads.setdefault((copies.axes, copies.sizes), [0] * math.prod(copies.sizes))
-        owner = loads.index(min(loads))
+        owner = loads.index(min(loads)) if in_turn else 0
         loads[owner] += size
         return owner
 

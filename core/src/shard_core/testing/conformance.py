@@ -11,6 +11,7 @@ from shard_core.testing.suites.checkpoint.mismatch import Mismatch
 from shard_core.testing.suites.checkpoint.resume import Resume
 from shard_core.testing.suites.checkpoint.round_trip import RoundTrip
 from shard_core.testing.suites.checkpoint.safety import Safety
+from shard_core.testing.suites.checkpoint.state_dicts import StateDicts
 from shard_core.testing.suites.checkpoint.weights import Weights
 from shard_core.testing.suites.collectives.meetings import Meetings
 from shard_core.testing.suites.collectives.tensors import Tensors
@@ -26,6 +27,7 @@ from shard_core.testing.suites.training.optimizers import Optimizers
 from shard_core.testing.suites.training.parity import Parity
 from shard_core.testing.suites.training.precision import Precisions
 from shard_core.testing.suites.training.randomness import Randomness
+from shard_core.testing.suites.training.replicas import Replicas
 from shard_core.testing.suites.training.setup import Setup
 from shard_core.testing.suites.training.structure import Structure
 
@@ -38,6 +40,7 @@ class Conformance(
     Weights,
     Mismatch,
     Elsewhere,
+    StateDicts,
     Resume,
     RoundTrip,
     Meetings,
@@ -49,6 +52,7 @@ class Conformance(
     Precisions,
     Clipping,
     Accumulation,
+    Replicas,
     Structure,
     Parity,
     Setup,

@@ -49,7 +49,7 @@ def to_device(module: nn.Module, device: torch.device) -> None:
 
 
 def spread(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Cut a tensor along its largest dim, a part for each device; one without dims stays whole on each.
+    """Cut a tensor along its largest dim, a part for each device; one without dims or elements stays whole on each.
 
     Args:
         tensor: On XLA's device.
@@ -61,7 +61,7 @@ def spread(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
     import torch_xla.distributed.spmd as xs
 
     cuts: list[str | None] = [None] * tensor.dim()
-    if cuts:
+    if cuts and tensor.numel():
         cuts[tensor.shape.index(max(tensor.shape))] = AXIS
     xs.mark_sharding(tensor, mesh, tuple(cuts))
     return tensor

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.tensor import DTensor
+
 from shard_core.testing import models, oracle
 from shard_core.testing.training import set_up, whole_weights
 
@@ -79,6 +81,19 @@ def train_on(
         optimizer.zero_grad()
         losses.append(loss.item())
     return Run(losses=losses, weights=whole_weights(strategy, model))
+
+
+def whole_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copy all buffers of a module as this rank has them, whole, to host memory.
+
+    Args:
+        module: The user's own, without what setup put around it.
+
+    Returns:
+        The buffers by name, those that checkpoints leave out too.
+    """
+    whole = {name: b.full_tensor() if isinstance(b, DTensor) else b for name, b in module.named_buffers()}
+    return {name: buffer.detach().cpu().clone() for name, buffer in whole.items()}
 
 
 def plainly(

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shard_core.capability import Capability
 from shard_core.errors import SetupError, ShardError
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
-from shard_core.testing.suites.training.runs import BATCH, Run, assert_like, plainly, train, train_on
+from shard_core.testing.suites.training.runs import BATCH, Run, assert_like, plainly, train, train_on, whole_buffers
 from shard_core.testing.training import set_up
 
 if TYPE_CHECKING:
@@ -201,18 +200,13 @@ def train_unused(subject: Subject, make: Callable[[], nn.Module]) -> Run | str:
         return str(refusal)
 
 
-def _named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    whole = {name: b.full_tensor() if isinstance(b, DTensor) else b for name, b in module.named_buffers()}
-    return {name: buffer.detach().cpu().clone() for name, buffer in whole.items()}
-
-
 @functools.cache
 def _buffers_plainly() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = models.make("buffers")
     for batch in models.batches("buffers", _STEPS, BATCH):
         model(*batch)
-    return _named_buffers(model)
+    return whole_buffers(model)
 
 
 def train_buffers(subject: Subject) -> tuple[Run, dict[str, torch.Tensor]]:
@@ -220,4 +214,4 @@ def train_buffers(subject: Subject) -> tuple[Run, dict[str, torch.Tensor]]:
     with subject.strategy() as strategy:
         model, optimizer = set_up(strategy, "buffers", "sgd")
         run = train_on(strategy, model, optimizer, models.batches("buffers", _STEPS, BATCH))
-        return run, _named_buffers(strategy.unwrap(model))
+        return run, whole_buffers(strategy.unwrap(model))
