@@ -12,7 +12,7 @@ from rogues.plugin import FACTORIES
 from shard_core.testing import Conformance
 from shard_core.testing.rules import promises_of
 
-_BUILDING = ("training.setup", "training.parity", "training.structure")
+_BUILDING = ("training.setup", "training.parity", "training.structure", "training.replicas")
 _ADDING = ("training.accumulation", "training.clipping")
 _CLIPPING = ("training.clipping", "training.float16")
 _CASTING = ("training.precision", "training.float16")
@@ -70,6 +70,10 @@ ROGUES = {
     "boasts_unfreeze": Fault("unfrozen_parameters_train", _BUILDING),
     "forgets_buffers": Fault("buffers_are_right", _BUILDING),
     "resets_learning_rate": Fault("schedulers_count_steps_once", _BUILDING),
+    # what ranks have copies of
+    "sends_nothing": Fault("starts_from_rank_zero", _BUILDING),
+    "sends_parameters_only": Fault("starts_from_rank_zero", _BUILDING),
+    "shows_its_own_buffers": Fault("changed_buffers_are_of_one_rank", _BUILDING),
     # what a strategy can do
     "one_optimizer_steps": Fault("two_optimizers", _ABLE),
     "closure_once": Fault("closure_is_evaluated_again", _ABLE),
@@ -115,6 +119,9 @@ ROGUES = {
     "ignores_filter": Fault("filter_keeps_what_it_names", _CHECKPOINT),
     "keeps_values": Fault("plain_values_come_back", _CHECKPOINT),
     "whole_everywhere": Fault("state_dicts_are_whole", _CHECKPOINT),
+    "keeps_its_first_look": Fault("every_state_dict_is_of_its_moment", _CHECKPOINT),
+    "saves_its_first_save": Fault("every_state_dict_is_of_its_moment", _CHECKPOINT),
+    "counts_steps_together": Fault("steps_are_counted_for_each_parameter", _CHECKPOINT),
     "removes_the_old": Fault("killed_save_leaves_the_old_or_the_new", _CHECKPOINT),
     "loads_damaged": Fault("corrupted_byte_is_named", _CHECKPOINT),
     "writes_pickle": Fault("holds_no_pickle", _CHECKPOINT),
@@ -137,7 +144,7 @@ _ALWAYS = (
     *("seeds_anew", "masks_alike", "unshared_data"),
     *("max_is_sum", "rank_dependent", "hides_sync_grads", "never_waits"),
     *("drops_moments", "rounds_a_tensor", "one_size_only", "never_strict", "loads_damaged", "saves_later"),
-    "skips_a_weight",
+    *("skips_a_weight", "sends_nothing", "keeps_its_first_look", "counts_steps_together"),
     *("last_rank_returns", "swallows_exceptions"),
 )
 

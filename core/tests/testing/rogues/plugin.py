@@ -15,6 +15,7 @@ _SAID: dict[str, dict[str, Any]] = {
     "silent_option": {"options": (*DDP.options, Option(name="speed", type="int", default=1, help=""))},
     # ddp refuses parameters without a gradient unless it is told to look for them.
     "fills_missing_gradients": {"presets": {"find_unused_parameters": True}},
+    "counts_steps_together": {"presets": {"find_unused_parameters": True}},
     "boasts_entry_methods": {"capabilities": DDP.capabilities | {Capability.ENTRY_METHODS}},
     "boasts_meta_init": {"capabilities": DDP.capabilities | {Capability.META_INIT}},
     "boasts_unfreeze": {"capabilities": DDP.capabilities | {Capability.UNFREEZE}},
@@ -60,6 +61,7 @@ FACTORIES = {
         "computes_in_full",
         "mixes_instead",
     ),
+    **_at("replicating", "sends_nothing", "sends_parameters_only", "shows_its_own_buffers"),
     **_at("talking", "max_is_sum", "rank_dependent", "reduces_in_place", "reduces_nothing", "gathers_backwards"),
     **_at("talking", "drops_sync_grads", "broadcasts_from_zero", "never_waits", "unknown_is_mean"),
     **_at(
@@ -74,6 +76,7 @@ FACTORIES = {
     **_at("remembering", "fills_before_refusing", "ignores_filter", "keeps_values", "whole_everywhere"),
     **_at("remembering", "removes_the_old", "loads_damaged", "writes_pickle", "one_size_only"),
     **_at("remembering", "saves_later", "hushes_failures", "skips_a_weight"),
+    **_at("looking", "keeps_its_first_look", "saves_its_first_save", "counts_steps_together"),
     **_at("launching", "last_rank_returns", "swallows_exceptions", "leaves_with_three", "stays_here"),
     **dict.fromkeys(("boasts_entry_methods", "boasts_meta_init", "boasts_unfreeze"), "rogues.starting:Honest"),
     **dict.fromkeys(("silent_option", "imports_torch", "names_no_versions", "shrugs"), "rogues.starting:Honest"),

@@ -1,0 +1,43 @@
+"""Mistakes about what ranks hold copies of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rogues.rogue import Rogue
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SendsNothing(Rogue):
+    """Leaves each rank with the values that it has built."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        own = [*module.parameters(), *module.buffers()]
+        return _with_own_values(own, self.inner.setup_module_and_optimizers, module, optimizers)
+
+
+class SendsParametersOnly(Rogue):
+    """Leaves each rank with the buffers that it has built."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        return _with_own_values(module.buffers(), self.inner.setup_module_and_optimizers, module, optimizers)
+
+
+class ShowsItsOwnBuffers(Rogue):
+    """Shows buffers as they are on the rank that is asked."""
+
+    def full_parameters(self, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        own = dict(self.inner.unwrap(module).named_buffers())
+        for name, tensor in self.inner.full_parameters(module):
+            yield name, own.get(name, tensor)
+
+
+def _with_own_values(tensors: Iterable[torch.Tensor], setup: Any, *arguments: Any) -> Any:
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    ready = setup(*arguments)
+    for tensor, own in kept:
+        tensor.data.copy_(own)
+    return ready
