@@ -89,6 +89,46 @@ def test_a_script_that_hangs_is_ended_and_tells_so(scripts, monkeypatch):
     assert "did not end in time; it printed:\nwaiting" in str(run.outcome)
 
 
+DYING = """\
+import fcntl, os, pathlib, subprocess, sys, time
+
+here = pathlib.Path(__file__).parent
+time.sleep({start})
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep({life})"], pass_fds=[])
+held = open(here / "lock", "w")
+fcntl.flock(held, fcntl.LOCK_EX)
+(here / "lock").rename(here / "mine")
+if {dies}:
+    held.close()
+print("dead" if {dies} else "alive", flush=True)
+child.wait()
+"""
+
+
+def _dying(**how):
+    return Script(text=DYING.format(**how), dies="mine", survives=0.5)
+
+
+def test_time_begins_with_a_death_however_long_starting_took(scripts, monkeypatch):
+    monkeypatch.setattr(room, "_LONGEST_SECONDS", 60.0)
+    slow, hanging, undead = (
+        _dying(start=4, life=1, dies=1),
+        _dying(start=0, life=100, dies=1),
+        _dying(start=0, life=100, dies=0),
+    )
+    scripts.start([slow, hanging, undead])
+    assert scripts.result(slow).outcome.exit_code == 0
+    for script, said in ((hanging, "dead"), (undead, "alive")):
+        outcome = scripts.result(script).outcome
+        assert (outcome.exit_code, outcome.output.strip()) == (None, said)
+
+
+def test_a_script_in_which_nobody_dies_is_ended_too(scripts, monkeypatch):
+    monkeypatch.setattr(room, "_LONGEST_SECONDS", 1.0)
+    run = scripts.result(Script(text="import time; time.sleep(100)", dies="mine"))
+    assert run.outcome.exit_code is None
+
+
 def test_closing_ends_what_nobody_waits_for(scripts, tmp_path):
     place = str(tmp_path / "pid")
     text = f"import os, pathlib, time; pathlib.Path({place!r}).write_text(str(os.getpid())); time.sleep(100)"

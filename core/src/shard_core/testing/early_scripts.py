@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +18,10 @@ from shard_core.testing.script import Outcome, PythonRun
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-_LONGEST_SECONDS = 180.0
+#: How long a script may take, or until one whose process is to die comes so far: only against hanging.
+_LONGEST_SECONDS = 280.0
+#: How often is looked whether a process is dead.
+_LOOK_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +34,8 @@ class Script:
         arguments: What comes after it.
         pickled: What it finds beside itself as ``options.pickle``.
         environment: Variables added to this process's.
+        dies: The name of a lock beside it that one of its processes holds until it dies; empty where none is to die.
+        survives: How many seconds the script may go on after that death, and as many more as it took to lock.
     """
 
     text: str
@@ -35,6 +43,8 @@ class Script:
     arguments: tuple[str, ...] = ()
     pickled: bytes = b""
     environment: tuple[tuple[str, str], ...] = ()
+    dies: str = ""
+    survives: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +73,7 @@ class EarlyScripts:
             if script not in self._started:
                 folder = tempfile.TemporaryDirectory(prefix="shard-script-", ignore_cleanup_errors=True)
                 run = _start(script, Path(folder.name))
-                self._started[script] = run, self._threads.submit(_follow, run, folder)
+                self._started[script] = run, self._threads.submit(_follow, run, script, folder)
 
     def result(self, script: Script) -> ScriptRun:
         """Wait for a script, which is started if it has not been, and tell how it ended."""
@@ -85,8 +95,49 @@ def _start(script: Script, folder: Path) -> PythonRun:
     return PythonRun([*script.launcher, str(program), *script.arguments], folder, dict(script.environment))
 
 
-def _follow(run: PythonRun, folder: tempfile.TemporaryDirectory[str]) -> ScriptRun:
+def _follow(run: PythonRun, script: Script, folder: tempfile.TemporaryDirectory[str]) -> ScriptRun:
     with folder:
-        outcome = run.outcome(_LONGEST_SECONDS)
+        outcome = _outcome_after_death(run, script, Path(folder.name)) if script.dies else run.outcome(_LONGEST_SECONDS)
         notes = {path.stem: json.loads(path.read_text()) for path in Path(folder.name).glob("*.json")}
     return ScriptRun(outcome=outcome, notes=notes)
+
+
+def _outcome_after_death(run: PythonRun, script: Script, folder: Path) -> Outcome:
+    """Wait for a script whose time begins with the death of one of its processes, however long starting takes."""
+    ended = threading.Event()
+    watch = threading.Thread(target=_end_after_death, args=(run, script, folder / script.dies, ended), daemon=True)
+    watch.start()
+    try:
+        return run.outcome(None)
+    finally:
+        ended.set()
+        watch.join()
+
+
+def _end_after_death(run: PythonRun, script: Script, lock: Path, ended: threading.Event) -> None:
+    start = time.monotonic()
+    if _comes_true(lock.exists, _LONGEST_SECONDS, ended):
+        # A machine that was slow to start ranks is slow to end them.
+        patience = script.survives + time.monotonic() - start
+        _comes_true(lambda: _is_free(lock), patience, ended)
+        ended.wait(patience)
+    if not ended.is_set():
+        run.end()
+
+
+def _comes_true(happened: Callable[[], bool], seconds: float, ended: threading.Event) -> bool:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        if ended.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
+            return False
+    return True
+
+
+def _is_free(lock: Path) -> bool:
+    """Return whether nobody holds a lock: the system frees that of a process that has died, whoever reaps it."""
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,13 +23,11 @@ class Outcome:
         exit_code: Its exit code; None if it had to be ended.
         output: What it printed.
         errors: What it printed as errors.
-        ended: When it ended, in seconds as ``time.time`` counts.
     """
 
     exit_code: int | None
     output: str
     errors: str
-    ended: float
 
     def __str__(self) -> str:
         """Tell how it ended and what it printed."""
@@ -53,6 +50,7 @@ class PythonRun:
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._was_ended = False
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=folder,
@@ -67,32 +65,40 @@ class PythonRun:
             process_group=0,
         )
 
-    def outcome(self, timeout: float) -> Outcome:
-        """Wait until it has ended; after some seconds, or when this is interrupted, end it and what it started."""
+    def outcome(self, timeout: float | None) -> Outcome:
+        """Wait until it has ended; after some seconds, or when this is interrupted, end it and what it started.
+
+        Args:
+            timeout: How many seconds; None where somebody else calls ``end`` in time.
+
+        Returns:
+            How it ended.
+        """
         with self._process:
             try:
                 output, errors = self._process.communicate(timeout=timeout)
-                return Outcome(exit_code=self._process.returncode, output=output, errors=errors, ended=time.time())
+                code = None if self._was_ended else self._process.returncode
+                return Outcome(exit_code=code, output=output, errors=errors)
             except subprocess.TimeoutExpired:
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # read on: a full pipe would hold up its end
                     self._process.communicate(timeout=_LEAVE_SECONDS)
                 self.end()
                 output, errors = self._process.communicate()
-                return Outcome(exit_code=None, output=output, errors=errors, ended=time.time())
+                return Outcome(exit_code=None, output=output, errors=errors)
             except BaseException:
                 self.end()
                 raise
 
     def end(self) -> None:
         """End it with what it has started, whoever waits for it."""
+        self._was_ended = True
         # Asked first: a launcher ends the ranks it has started, which may have sessions of their own.
         self._process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LEAVE_SECONDS)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # what it has started may live on, and hold its pipes
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def run_python(arguments: Sequence[str], *, timeout: float = 180.0) -> Outcome:
