@@ -7,12 +7,19 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
+#: The environment variable that holds what the ranks of one run share and nobody else knows; launchers set it.
+SECRET_VARIABLE = "SHARD_SECRET"
+
 
 class Coordinator(Protocol):
     """What a checkpoint commits through and a gradient scaler agrees through.
 
     Every method but the two properties is collective: all ranks call it, in the same order.
     Collectives implement it; a test may hand in an object of its own.
+
+    What is sent consists of None, booleans, numbers, strings, bytes, torch dtypes, dense tensors, NumPy arrays of
+    numbers, and lists, tuples and dicts of them. It is never pickled, so that whoever reaches the ranks' ports can run
+    nothing in them; an object of any other class is a ``CollectiveError`` on every rank that waits for it.
     """
 
     @property

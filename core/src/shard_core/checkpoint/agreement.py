@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from shard_core import errors
 from shard_core.errors import CheckpointError, CollectiveError, ShardError
 
 if TYPE_CHECKING:
@@ -21,14 +22,14 @@ def together(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -> li
     Args:
         coordinator: How ranks talk.
         doing: What the phase does, for the message.
-        phase: The phase, on this rank.
+        phase: The phase, on this rank; it returns what the coordinator can send.
 
     Returns:
         What the phase returned on each rank, in rank order.
 
     Raises:
         CheckpointError: On every rank, if the phase failed on any; names the ranks and the causes. It is
-            of the class raised by the first rank that failed.
+            of the class raised by the first rank that failed, or of the one of Shard's own that this extends.
     """
     result: T | None = None
     failure: _Failure | None = None
@@ -38,17 +39,17 @@ def together(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -> li
     except CollectiveError:
         raise  # the ranks cannot talk, so there is nobody to tell
     except ShardError as error:
-        cause, failure = error, _Failure(type(error), str(error), deliberate=True)
+        cause, failure = error, _Failure(_kind(error), str(error), deliberate=True)
     except Exception as error:  # noqa: BLE001 - every rank raises it below, this one included
         cause, failure = (
             error,
-            _Failure(CheckpointError, f"{type(error).__name__}: {error}", deliberate=False),
+            _Failure(CheckpointError.__name__, f"{type(error).__name__}: {error}", deliberate=False),
         )
-    answers = coordinator.gather_objects((result, failure))
-    failures = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
+    answers = coordinator.gather_objects((result, None if failure is None else tuple(failure)))
+    failures = {rank: _Failure(*failure) for rank, (_, failure) in enumerate(answers) if failure is not None}
     if failures:
         first = next(iter(failures.values()))
-        raise first.kind(_joint_sentence(doing, failures, len(answers))) from cause
+        raise _KINDS[first.kind](_joint_sentence(doing, failures, len(answers))) from cause
     return [value for value, _ in answers]  # type: ignore[misc]  # none is missing where no phase failed
 
 
@@ -68,8 +69,17 @@ def check_same_path(paths: Sequence[str]) -> None:
             )
 
 
+#: The classes by whose names ranks tell one another of failures.
+_KINDS = {each.__name__: each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, ShardError)}
+
+
+def _kind(error: ShardError) -> str:
+    """Name an error's class, or the one of Shard's own that it extends: no other can be named to other ranks."""
+    return next(each.__name__ for each in type(error).__mro__ if each in _KINDS.values())
+
+
 class _Failure(NamedTuple):
-    kind: type[ShardError]
+    kind: str
     text: str
     deliberate: bool
 

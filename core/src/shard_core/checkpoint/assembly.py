@@ -36,9 +36,9 @@ def full_tensors(
     layouts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for shard in state.shards():
         if shard.key.startswith(prefix):
-            layouts[shard.key] = shard.shape, shard.view.dtype
+            layouts[shard.key] = tuple(shard.shape), shard.view.dtype
             if shard.write and shard.view.numel():
-                parts.setdefault(shard.key, []).append((shard.offsets, shard.view))
+                parts.setdefault(shard.key, []).append((tuple(shard.offsets), shard.view))
     known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for theirs in coordinator.gather_objects(layouts):
         known.update({key: layout for key, layout in theirs.items() if key not in known})

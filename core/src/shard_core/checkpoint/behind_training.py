@@ -51,11 +51,11 @@ def save_behind_training(
     handle = SaveHandle(path=named(path), staged=Future(), committed=Future())
     taken: list[Snapshot] = []
 
-    def describe() -> Room:
+    def describe() -> tuple[str, int, int | None]:
         taken.append(Snapshot(state, values, rank=coordinator.rank))
-        return room_for(taken[0].bytes)
+        return tuple(room_for(taken[0].bytes))
 
-    crowded = crowded_host(together(coordinator, doing, describe))
+    crowded = crowded_host([Room(*each) for each in together(coordinator, doing, describe)])
     if crowded is not None:
         if coordinator.rank == 0:
             warnings.warn(

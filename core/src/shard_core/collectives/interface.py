@@ -120,7 +120,17 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def broadcast_object(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s ``value`` on every rank."""
+        """Return rank ``src``'s ``value`` on every rank.
+
+        What Shard itself sends consists of the values that ``Coordinator`` lists, so nothing need be pickled here.
+        """
+
+    def broadcast_any(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s ``value``, an object of a user's, on every rank; it may be of any class.
+
+        Where this is not implemented, ``broadcast_object`` carries it as far as it can.
+        """
+        return self.broadcast_object(value, src)
 
     @abc.abstractmethod
     def gather_objects(self, value: T) -> list[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import uuid
+import secrets
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shard_core._versions import default_store
+from shard_core.collectives.authentication import Authenticator, meet, read_secret
+from shard_core.collectives.group_exchange import broadcast_bytes, gather_bytes
 from shard_core.collectives.interface import Collectives, check_mean, reduce_op_named
+from shard_core.collectives.messages import pack, pack_object, raise_refusal, unpack, unpack_object
 from shard_core.collectives.roll_call import RollCall, shared_store
 from shard_core.collectives.shutdown import close_process_group, settle_at_exit
 from shard_core.collectives.store_exchange import StoreExchange
@@ -19,6 +22,7 @@ from shard_core.collectives.telling import told
 from shard_core.errors import CollectiveError, nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch.autograd.function import FunctionCtx
@@ -62,6 +66,8 @@ class ProcessGroupCollectives(Collectives):
         self._roll_call: RollCall | None = None
         self._behind: dist.Store | None = None
         self._lines = itertools.count()
+        self._authenticator = Authenticator()
+        self._messages = itertools.count()
 
     @property
     def rank(self) -> int:
@@ -84,13 +90,13 @@ class ProcessGroupCollectives(Collectives):
                 )
             settle_at_exit()
             # Each strategy on a group that outlives it calls its own roll.
-            name = self.broadcast_object(uuid.uuid4().hex)
+            name = bytes(broadcast_bytes(secrets.token_bytes(16), 0, self._message_device)).hex()
             self._meet_at(dist.PrefixStore(f"shard/{name}", default_store()), rank, world_size)
             return
         backend = self._backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         _check_backend(backend)
         store = dist.HashStore() if world_size == 1 else shared_store(rank, world_size, self._guard_timeout)
-        self._meet_at(store, rank, world_size).answer("start")
+        self._meet_at(store, rank, world_size)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -101,10 +107,12 @@ class ProcessGroupCollectives(Collectives):
         self._owns_group = True
         settle_at_exit()
 
-    def _meet_at(self, store: dist.Store, rank: int, world_size: int) -> RollCall:
-        self._store, self._lines = store, itertools.count()
+    def _meet_at(self, store: dist.Store, rank: int, world_size: int) -> None:
+        secret = read_secret()
+        self._store, self._lines, self._messages = store, itertools.count(), itertools.count()
         self._roll_call = RollCall(store, rank, world_size, self._guard_timeout)
-        return self._roll_call
+        meeting = dist.PrefixStore("meeting", store)
+        self._authenticator = meet(meeting, rank, world_size, secret, self._roll_call)
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
         """Reduce over ranks into a new tensor; gloo and NCCL alike, the mean is a sum divided."""
@@ -129,20 +137,40 @@ class ProcessGroupCollectives(Collectives):
             return _gather(tensor, group)
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s ``value`` on every rank."""
+        """Return rank ``src``'s ``value`` on every rank; nothing is pickled."""
+        return self._broadcast(value, src, pack, unpack)
+
+    def broadcast_any(self, value: T, src: int = 0) -> T:
+        """Return rank ``src``'s ``value`` on every rank; pickled if it consists of other than plain values."""
+        return self._broadcast(value, src, pack_object, unpack_object)
+
+    def _broadcast(
+        self, value: T, src: int, pack: Callable[[T], bytes], unpack: Callable[[memoryview, torch.device], T]
+    ) -> T:
         if not 0 <= src < self.world_size:
             raise CollectiveError(f"there is no rank {src} to broadcast from; ranks are 0 to {self.world_size - 1}.")
-        box = [value]
+        context = f"broadcast {next(self._messages)} of rank {src}"
+        message = pack(value) if self.rank == src else b""
+        signed = self._authenticator.sign(message, context) if self.rank == src else b""
         with told("a broadcast"):
-            dist.broadcast_object_list(box, src=src)
-        return box[0]
+            arrived = broadcast_bytes(signed, src, self._message_device)
+        if self.rank == src:
+            raise_refusal(message)
+            return value
+        return unpack(self._authenticator.verify(arrived, context), self._device)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return every rank's ``value`` on every rank, in rank order."""
-        values: list[T | None] = [None] * self.world_size
+        """Return every rank's ``value`` on every rank, in rank order; nothing is pickled."""
+        context = f"exchange {next(self._messages)} of rank"
+        sent = self._authenticator.sign(pack(value), f"{context} {self.rank}")
         with told("an exchange"):
-            dist.all_gather_object(values, value)
-        return cast("list[T]", values)
+            arrived = gather_bytes(sent, self._message_device)
+        messages = [self._authenticator.verify(each, f"{context} {rank}") for rank, each in enumerate(arrived)]
+        return [unpack(message, self._device) for message in messages]
+
+    @property
+    def _message_device(self) -> torch.device:
+        return self._device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     def barrier(self, name: str = "barrier") -> None:
         """Wait for every rank; one that does not come is named."""
@@ -161,8 +189,9 @@ class ProcessGroupCollectives(Collectives):
         if self._store is None:
             raise _not_connected()
         self._behind = self._behind or self._store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
-        line = dist.PrefixStore(f"aside/{next(self._lines)}", self._behind)
-        return StoreExchange(line, self.rank, self.world_size, self._guard_timeout)
+        name = f"aside/{next(self._lines)}"
+        line = dist.PrefixStore(name, self._behind)
+        return StoreExchange(line, self.rank, self.world_size, self._guard_timeout, self._authenticator, name)
 
     def close(self) -> None:
         """Destroy the process group if ``connect`` made it."""

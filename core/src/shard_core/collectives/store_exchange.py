@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import time
 from datetime import timedelta
@@ -12,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch.distributed as dist
 
+from shard_core.collectives.authentication import Authenticator
+from shard_core.collectives.messages import pack, unpack
+from shard_core.collectives.serialization import deserialize, serialize
 from shard_core.errors import CollectiveError, MissingRank
 
 if TYPE_CHECKING:
@@ -37,10 +39,22 @@ class StoreExchange:
         rank: This process's place.
         world_size: How many ranks there are.
         patience: How long a rank may give no sign of life.
+        authenticator: Signs and verifies what goes over the store; None signs nothing.
+        name: Which exchange of this session it is.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, patience: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        patience: timedelta,
+        authenticator: Authenticator | None = None,
+        name: str = "exchange",
+    ) -> None:
         self._store = store
+        self._authenticator = authenticator or Authenticator()
+        self._name = name
         self._rank = rank
         self._world_size = world_size
         self._patience = patience.total_seconds()
@@ -73,23 +87,29 @@ class StoreExchange:
 
         Raises:
             MissingRank: Naming the ranks that gave no sign of life, on every rank that did.
+            CollectiveError: If a value cannot be sent, or somebody else has written to the store.
         """
         self._calls += 1
         mine, answer = f"{self._calls}/{self._rank}", f"{self._calls}/all"
         try:
-            self._put(mine, value)
+            self._put(mine, pack(value))
             if self._rank == 0:
-                self._put(answer, self._collected())
-            gathered: list[T] | MissingRank = pickle.loads(self._fetched({0: answer})[0])
+                self._put(answer, serialize(self._collected()))
+            said = self._fetched({0: answer})[0]
             self._store.delete_key(mine)
         except dist.DistError as error:
             raise MissingRank(
                 f"rank {self._rank} lost the store that the ranks meet at; look at rank 0, or at the agent that serves "
                 "the store, for a crash."
             ) from error
-        if isinstance(gathered, MissingRank):
-            raise gathered
-        return gathered
+        match deserialize(self._authenticator.verify(said, self._context(answer))):
+            case "missing", str(sentence):
+                raise MissingRank(sentence)
+            case "refused", str(sentence):
+                raise CollectiveError(sentence)
+            case "gathered", list(messages) if len(messages) == self._world_size:
+                return [unpack(memoryview(message)) for message in messages]
+        raise CollectiveError("rank 0's answer is none that it gives; let nobody else reach the ranks' store.")
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
         """Return rank ``src``'s ``value`` on every rank."""
@@ -109,15 +129,24 @@ class StoreExchange:
         """Give itself: it holds no training up."""
         return contextlib.nullcontext(self)
 
-    def _put(self, key: str, value: object) -> None:
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # torch's stubs leave bytes out
+    def _put(self, key: str, message: bytes) -> None:
+        signed = self._authenticator.sign(message, self._context(key))
+        self._store.set(key, signed)  # type: ignore[arg-type]  # torch's stubs leave bytes out
 
-    def _collected(self) -> list[Any] | MissingRank:
+    def _context(self, key: str) -> str:
+        """Say which message it is that stands under a key."""
+        return f"{self._name}/{key}"
+
+    def _collected(self) -> tuple[str, Any]:
+        """Collect what all ranks say, unread, or the error that all shall raise."""
+        keys = {rank: f"{self._calls}/{rank}" for rank in range(self._world_size)}
         try:
-            values = self._fetched({rank: f"{self._calls}/{rank}" for rank in range(self._world_size)})
+            arrived = zip(keys.values(), self._fetched(keys), strict=True)
+            return "gathered", [bytes(self._authenticator.verify(each, self._context(key))) for key, each in arrived]
         except MissingRank as error:
-            return error  # for all ranks to raise
-        return [pickle.loads(value) for value in values]
+            return "missing", str(error)
+        except CollectiveError as error:
+            return "refused", str(error)
 
     def _fetched(self, keys: Mapping[int, str]) -> list[bytes]:
         """Wait for a key of each of some ranks, as long as they live."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,8 +22,6 @@ from shard_core.strategy.looking import Looking
 from shard_core.strategy.random_state import check_random_state, gather_random_state, generator_kept, take_up
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from shard_core.checkpoint.peers.comparison import Names
 
 T = TypeVar("T")
@@ -247,14 +246,16 @@ class Remembering(Looking):
         self._saves.settle()
         self.barrier(f"latest_checkpoint of {folder}")
 
-        def look() -> Path | str | None:
+        def look() -> tuple[str, bool] | None:
             check_path(folder)
             check_storage_options(storage_options)
             if not self.is_global_zero:
                 return None
-            return self.checkpoint_io.latest(folder, storage_options=storage_options)
+            found = self.checkpoint_io.latest(folder, storage_options=storage_options)
+            return None if found is None else (str(found), isinstance(found, Path))
 
-        return together(self.collectives, f"looking for checkpoints in {str(folder)!r}", look)[0]
+        found = together(self.collectives, f"looking for checkpoints in {str(folder)!r}", look)[0]
+        return None if found is None else Path(found[0]) if found[1] else found[0]
 
     def _random_state(self) -> dict[str, Any]:
         rank = self.distributed_sampler_kwargs["rank"]

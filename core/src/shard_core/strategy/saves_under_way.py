@@ -109,13 +109,17 @@ class _SaveUnderWay:
 
     def _watch(self, others: Coordinator) -> None:
         try:
-            together(others, f"saving {str(self.handle.path)!r}", self._here.result)
+            together(others, f"saving {str(self.handle.path)!r}", self._ended)
         except CollectiveError:
             self._last_step = 0  # the ranks can agree on nothing any more
             raise
         except Exception:
             self._agree_on_last_step(others)
             raise
+
+    def _ended(self) -> None:
+        """Wait for the save on this rank; what it returns is nobody's business."""
+        self._here.result()
 
     def _agree_on_last_step(self, others: Coordinator) -> None:
         with self._turn:

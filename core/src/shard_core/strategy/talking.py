@@ -72,6 +72,9 @@ class Talking(Stepping):
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Hand an object of one rank to all.
 
+        JSON values, tuples, bytes, tensors and arrays of numbers travel as such: dense tensors come to this rank's
+        device if they were on one, elements in order. An object that consists of anything else is pickled.
+
         Args:
             obj: Anything picklable; only rank ``src``'s counts.
             src: Whose.
@@ -81,9 +84,10 @@ class Talking(Stepping):
 
         Raises:
             MissingRank: If a rank does not come within ``guard_timeout``.
+            CollectiveError: If the object cannot be sent.
         """
         self.barrier("broadcast")
-        return self.collectives.broadcast_object(obj, src)
+        return self.collectives.broadcast_any(obj, src)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank.

@@ -33,6 +33,15 @@ class Findings:
     differences: tuple[str, ...]
     unfit: frozenset[str]
 
+    def to_plain(self) -> tuple[list[str], list[str]]:
+        """Return the findings as values that can be sent to other ranks."""
+        return list(self.differences), sorted(self.unfit)
+
+    @classmethod
+    def from_plain(cls, differences: list[str], unfit: list[str]) -> Findings:
+        """Return what ``to_plain`` has told on another rank."""
+        return cls(differences=tuple(differences), unfit=frozenset(unfit))
+
     @classmethod
     def joint(cls, findings: Sequence[Findings]) -> Findings:
         """Join what all ranks have found, so that each leaves the same tensors as they were."""

@@ -8,10 +8,11 @@ import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import torch
 
+from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.peers.distributed_metadata import Chunk, read_metadata
 from shard_core.checkpoint.peers.nesting import choose
 from shard_core.checkpoint.peers.torch_file import described, load_safely
@@ -19,7 +20,6 @@ from shard_core.checkpoint.peers.weights import Layout, Reader, Weights
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.box import Box
     from shard_core.checkpoint.peers.source import Source
 
 _ZIP = b"PK\x03\x04"
@@ -61,6 +61,26 @@ class DistributedFolder(Weights):
             others={name: entry for name, entry in found.items() if isinstance(entry, str)},
             chunks={name: metadata.chunks[places[name]] for name in tensors},
         )
+
+    @property
+    def places(self) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], str, int, int]]]:
+        """The chunks of each tensor, each by its fields."""
+        return {
+            name: [(each.box.offsets, each.box.sizes, each.file, each.begin, each.length) for each in chunks]
+            for name, chunks in self.chunks.items()
+        }
+
+    @classmethod
+    def located(cls, places: Mapping[str, Any], **described: Any) -> Self:
+        """Return the weights whose ``places`` these are."""
+        chunks = {
+            name: tuple(
+                Chunk(box=Box(offsets, sizes), file=file, begin=begin, length=length)
+                for offsets, sizes, file, begin, length in listed
+            )
+            for name, listed in places.items()
+        }
+        return cls(chunks=chunks, **described)
 
     @contextlib.contextmanager
     def opened(self, source: Source) -> Iterator[Reader]:

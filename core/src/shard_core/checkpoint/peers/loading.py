@@ -11,15 +11,15 @@ from shard_core.checkpoint.agreement import check_same_path, together
 from shard_core.checkpoint.arguments import check_flag, check_key, check_names, check_storage_options
 from shard_core.checkpoint.comparison import listing
 from shard_core.checkpoint.peers.comparison import Findings, Names, WeightsComparison, fill
-from shard_core.checkpoint.peers.recognition import INDEX_SUFFIX, find_weights
+from shard_core.checkpoint.peers.recognition import INDEX_SUFFIX, find_weights, received_weights
 from shard_core.checkpoint.peers.source import Source, open_source
+from shard_core.checkpoint.storage.interface import Listed
 from shard_core.errors import CheckpointMismatch
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.peers.weights import Reader, Weights
     from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.state import TrainingState
-    from shard_core.checkpoint.storage.interface import Listed
     from shard_core.coordinator import Coordinator
 
 _KIND = "model."
@@ -58,7 +58,7 @@ def load_weights(
     """
     doing = f"loading {os.fspath(path)!r}"
 
-    def look(stack: contextlib.ExitStack) -> tuple[str, tuple[Weights, Sequence[Listed]] | None]:
+    def look(stack: contextlib.ExitStack) -> tuple[str, _Found | None]:
         check_key(key)
         check_names(names)
         check_flag("cast", cast)
@@ -72,7 +72,9 @@ def load_weights(
         listing = source.listing()
         source.mirror(listing)
         with source.naming():
-            return os.fspath(path), (find_weights(source, key), listing)
+            weights = find_weights(source, key)
+        files = [(each.name, each.bytes) for each in listing]
+        return os.fspath(path), (type(weights).__name__, weights.to_plain(), files)
 
     sources: list[Source] = []
     with contextlib.ExitStack() as stack:
@@ -80,12 +82,19 @@ def load_weights(
         check_same_path([given for given, _ in answers])
         found = answers[0][1]
         assert found is not None  # rank 0 has found some
-        load = _Load(*found, sources[0], state, names=names, cast=cast)
-        findings = Findings.joint(together(coordinator, doing, lambda: load.compare(coordinator.rank, stack)))
+        kind, plain, files = found
+        listed = [Listed(name=name, bytes=length) for name, length in files]
+        load = _Load(received_weights(kind, plain), listed, sources[0], state, names=names, cast=cast)
+        each = together(coordinator, doing, lambda: load.compare(coordinator.rank, stack).to_plain())
+        findings = Findings.joint([Findings.from_plain(*plain) for plain in each])
         if findings.differences and strict:
             raise CheckpointMismatch(_sentence(os.fspath(path), findings.differences))
         together(coordinator, doing, lambda: load.fill(findings))
     return findings.differences
+
+
+#: What rank 0 tells the others of the files: the kind of weights, these in plain values, and names and lengths.
+_Found = tuple[str, Mapping[str, Any], list[tuple[str, int | None]]]
 
 
 class _Load:

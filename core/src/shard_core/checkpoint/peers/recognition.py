@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.manifest import MANIFEST_NAME
 from shard_core.checkpoint.storage.local import LocalFolder
@@ -60,6 +61,21 @@ def find_weights(source: Source, key: str | None) -> Weights:
     if file.name.endswith(INDEX_SUFFIX):
         return SafetensorsFiles.of_index(source, file)
     return SafetensorsFiles.of_one(source, file)
+
+
+def received_weights(kind: str, plain: Mapping[str, Any]) -> Weights:
+    """Return the weights that another rank has found.
+
+    Args:
+        kind: The name of their class.
+        plain: What their ``to_plain`` returned.
+    """
+    from shard_core.checkpoint.peers.distributed import DistributedFolder
+    from shard_core.checkpoint.peers.safetensors_files import SafetensorsFiles
+    from shard_core.checkpoint.peers.torch_file import TorchFile
+
+    kinds: dict[str, type[Weights]] = {each.__name__: each for each in (DistributedFolder, SafetensorsFiles, TorchFile)}
+    return kinds[kind].from_plain(plain)
 
 
 def holds_weights(path: Path) -> bool:

@@ -84,6 +84,16 @@ class SafetensorsFiles(Weights):
             )
         return cls(path=source.root, tensors=tensors, files=files)
 
+    @property
+    def places(self) -> dict[str, str]:
+        """Which file each tensor is in."""
+        return {name: str(file) for name, file in self.files.items()}
+
+    @classmethod
+    def located(cls, places: Mapping[str, str], **described: Any) -> Self:
+        """Return the weights whose ``places`` these are."""
+        return cls(files={name: Path(file) for name, file in places.items()}, **described)
+
     @contextlib.contextmanager
     def opened(self, source: Source) -> Iterator[Reader]:
         """Map the files that are needed."""

@@ -30,10 +30,10 @@ class TorchFile(Weights):
     """The tensors of one state dict in a file of ``torch.save``.
 
     Attributes:
-        places: Where in the file each is.
+        keys: Where in the file each is.
     """
 
-    places: Mapping[str, Place]
+    keys: Mapping[str, Place]
 
     @classmethod
     def of(cls, source: Source, key: str | None) -> Self:
@@ -54,10 +54,20 @@ class TorchFile(Weights):
         found = {name: entries[place] for name, place in places.items()}
         return cls(
             path=path,
-            places=places,
+            keys=places,
             tensors={name: entry for name, entry in found.items() if isinstance(entry, Layout)},
             others={name: entry for name, entry in found.items() if isinstance(entry, str)},
         )
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where in the file each tensor is."""
+        return dict(self.keys)
+
+    @classmethod
+    def located(cls, places: Mapping[str, Place], **described: Any) -> Self:
+        """Return the weights whose ``places`` these are."""
+        return cls(keys=places, **described)
 
     @contextlib.contextmanager
     def opened(self, source: Source) -> Iterator[Reader]:
@@ -72,7 +82,7 @@ class _TorchReader(Reader):
         self._entries = _entries(weights.path)
 
     def read(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        value: Any = self._entries.get(self._weights.places[name])
+        value: Any = self._entries.get(self._weights.keys[name])
         found = described(value)
         if isinstance(found, str):
             raise CheckpointCorrupted(f"{name!r} in {str(self._weights.path)!r} is {found} as this rank sees it.")

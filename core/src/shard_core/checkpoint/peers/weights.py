@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from shard_core.errors import CheckpointCorrupted
 
@@ -84,6 +84,32 @@ class Weights(abc.ABC):
         Args:
             source: Brings their bytes.
         """
+
+    @property
+    @abc.abstractmethod
+    def places(self) -> Any:
+        """Where each tensor is, in plain values, as ``located`` takes them."""
+
+    @classmethod
+    @abc.abstractmethod
+    def located(cls, places: Any, **described: Any) -> Self:
+        """Return the weights whose ``places`` these are.
+
+        Args:
+            places: Where each tensor is.
+            described: The attributes that all weights have.
+        """
+
+    def to_plain(self) -> dict[str, Any]:
+        """Describe the files in plain values, which can be sent to other ranks."""
+        tensors = {name: (layout.dtype, tuple(layout.shape)) for name, layout in self.tensors.items()}
+        return {"path": str(self.path), "tensors": tensors, "others": dict(self.others), "places": self.places}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the weights that ``to_plain`` has described on another rank."""
+        tensors = {name: Layout(dtype, shape) for name, (dtype, shape) in plain["tensors"].items()}
+        return cls.located(plain["places"], path=Path(plain["path"]), tensors=tensors, others=plain["others"])
 
     def moved(self, path: Path) -> Self:
         """Describe the same files where another rank opens them."""

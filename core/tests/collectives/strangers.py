@@ -1,0 +1,49 @@
+"""What the ranks in ``test_strangers`` do; launched processes import it by its name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shard_core.errors import ShardError
+
+#: A process of its own, which knows nothing but where the store listens: it plants a pickle that runs code.
+_STRANGER = """
+import os, pickle, sys
+import torch.distributed as dist
+
+class Payload:
+    def __reduce__(self):
+        return os.system, (f"touch {sys.argv[1]}",)
+
+host, port, keys = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), sys.argv[2:]
+store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+for key in keys:
+    store.set(key, pickle.dumps(Payload()))
+"""
+
+
+def plant(evidence: Path, *keys: str) -> None:
+    """Let a stranger put values under keys of the store that the ranks meet at."""
+    without_secret = {name: value for name, value in os.environ.items() if name != "SHARD_SECRET"}
+    command = [sys.executable, "-c", _STRANGER, str(evidence), *keys]
+    subprocess.run(command, check=True, timeout=60, env=without_secret)
+
+
+def save_beside_a_stranger(strategy: Any, folder: Path, key: str) -> str:
+    """Save behind training after a stranger has put a pickle where the ranks' messages come; tell what came of it."""
+    model = torch.nn.Linear(2, 2)
+    model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    if strategy.global_rank == 0:
+        plant(folder / "ran", *(f"shard/0/0/aside/{line}/{key}" for line in range(4)))
+    strategy.barrier()
+    try:
+        handle = strategy.save_checkpoint(folder / "c", {"model": model, "optimizer": optimizer}, blocking=False)
+        handle.committed.result()
+        strategy.barrier()
+    except ShardError as error:
+        return str(error)
+    return "saved"
