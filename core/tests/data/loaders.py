@@ -96,6 +96,8 @@ def with_distributed_sampler(length, **options):
 def sharded(loader, **options):
     alone = not dist.is_initialized()
     coordinator = SingleCollectives() if alone else ProcessGroupCollectives()
+    if not alone:
+        coordinator.connect(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     arguments = {"rank": coordinator.rank, "world_size": coordinator.world_size} | options
     return ShardedLoader(loader, coordinator=coordinator, transfer=lambda batch: batch, **arguments)
 

@@ -45,7 +45,8 @@ def together(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -> li
             error,
             _Failure(CheckpointError.__name__, f"{type(error).__name__}: {error}", deliberate=False),
         )
-    answers = coordinator.gather_objects((result, None if failure is None else tuple(failure)))
+    told = None if failure is None else (failure.kind, failure.text, failure.deliberate)
+    answers = coordinator.gather_objects((result, told))
     failures = {rank: _Failure(*failure) for rank, (_, failure) in enumerate(answers) if failure is not None}
     if failures:
         first = next(iter(failures.values()))

@@ -53,7 +53,8 @@ def save_behind_training(
 
     def describe() -> tuple[str, int, int | None]:
         taken.append(Snapshot(state, values, rank=coordinator.rank))
-        return tuple(room_for(taken[0].bytes))
+        room = room_for(taken[0].bytes)
+        return room.host, room.wanted, room.available
 
     crowded = crowded_host([Room(*each) for each in together(coordinator, doing, describe)])
     if crowded is not None:

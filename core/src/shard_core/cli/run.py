@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,8 @@ import click
 from shard_core import plugins
 
 _VARIABLE = "SHARD_STRATEGY"
+# Where torchrun's rank 0 listens if nobody says where.
+_TORCH_PORT = 29500
 
 
 class _Untouched(click.Command):
@@ -31,6 +34,8 @@ def command(context: click.Context) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import run
 
+    from shard_core.launcher.this_host import only_this_host
+
     chosen = _parser().parse_args(context.args)
     strategy = chosen.strategy or os.environ.get(_VARIABLE)
     if strategy:
@@ -40,7 +45,8 @@ def command(context: click.Context) -> None:
     _check_script(chosen)
     exit_code = 0
     try:
-        record(run)(chosen)
+        with only_this_host() if _stays_on_this_host(chosen) else contextlib.nullcontext():
+            record(run)(chosen)
     except ChildFailedError as error:
         click.echo(str(error), err=True)
         exit_code = 1
@@ -68,11 +74,29 @@ def _parser() -> argparse.ArgumentParser:
     ours = parser.add_argument_group("shard")
     ours.add_argument("--strategy", metavar="NAME", help=f"The strategy of the run, handed on as {_VARIABLE}.")
     ours.add_argument("--json", action="store_true", help="End with one line of JSON about the run.")
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=0)  # nobody has said
     if "PET_NPROC_PER_NODE" not in os.environ:
         # As devices="auto" counts: every accelerator of this host, else one rank.
         accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
         parser.set_defaults(nproc_per_node=str(accelerators or 1))
     return parser
+
+
+def _stays_on_this_host(chosen: argparse.Namespace) -> bool:
+    """Tell whether there is one host, and let its ranks meet where no other can connect, unless the user has chosen."""
+    from shard_core.launcher.rendezvous import loopback_rendezvous
+
+    if chosen.nnodes not in ("1", "1:1"):
+        chosen.master_port = chosen.master_port or _TORCH_PORT
+        return False
+    ours = chosen.standalone or (chosen.rdzv_backend == "static" and not chosen.rdzv_endpoint)
+    if ours and chosen.master_addr in ("127.0.0.1", "localhost"):
+        chosen.standalone = False
+        chosen.rdzv_backend = loopback_rendezvous()
+        chosen.rdzv_endpoint = f"localhost:{chosen.master_port}"
+    chosen.master_port = chosen.master_port or _TORCH_PORT
+    return True
 
 
 def _check_script(chosen: argparse.Namespace) -> None:

@@ -59,4 +59,4 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.numpy())
+    return tensor.numpy().data

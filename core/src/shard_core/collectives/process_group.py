@@ -142,6 +142,8 @@ class ProcessGroupCollectives(Collectives):
 
     def broadcast_any(self, value: T, src: int = 0) -> T:
         """Return rank ``src``'s ``value`` on every rank; pickled if it consists of other than plain values."""
+        if self._roll_call is None:
+            raise _not_connected()  # nothing would be signed
         return self._broadcast(value, src, pack_object, unpack_object)
 
     def _broadcast(

@@ -114,9 +114,9 @@ class _Writer:
         content = _content(value)
         if content is not None:
             return {"$content": self._place(value, *content)}
-        for plain in (int, float, str):
-            if isinstance(value, plain) and not self._exact:
-                return plain.__new__(plain, value)
+        if isinstance(value, int | float | str) and not self._exact:
+            plain = next(each for each in (int, float, str) if isinstance(value, each))
+            return plain.__getnewargs__(value)[0]  # type: ignore[arg-type]  # its value, whatever the class shows of it
         raise Unserializable(
             f"an object of type {kind.__module__}.{kind.__qualname__} cannot be sent between ranks; messages consist "
             f"of {_CARRIED}."
@@ -138,9 +138,9 @@ def _content(value: Any) -> tuple[JSON, Buffer] | None:
     if type(value) is torch.Tensor and _is_dense(value):
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         on_device = value.device.type != "cpu"
-        return ["tensor", str(value.dtype), *value.shape, value.requires_grad, on_device], flat.view(torch.uint8).numpy()
+        return ["tensor", str(value.dtype), *value.shape, value.requires_grad, on_device], flat.view(torch.uint8).numpy().data
     if type(value) is np.ndarray and _ARRAY_DTYPE.fullmatch(value.dtype.str):
-        return ["array", value.dtype.str, *value.shape], np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return ["array", value.dtype.str, *value.shape], np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
     if isinstance(value, np.generic) and type(value) is value.dtype.type and _ARRAY_DTYPE.fullmatch(value.dtype.str):
         return ["scalar", value.dtype.str], value.tobytes()
     return None

@@ -15,7 +15,7 @@ from shard_core.randomness import derived_seed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shard_core.coordinator import Coordinator
+    from shard_core.collectives.interface import Collectives
 
 
 class IndexedFeed:
@@ -33,7 +33,7 @@ class IndexedFeed:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], *, rank: int, world_size: int, coordinator: Coordinator, split_batches: bool
+        self, loader: DataLoader[Any], *, rank: int, world_size: int, coordinator: Collectives, split_batches: bool
     ) -> None:
         if type(loader).__iter__ is not DataLoader.__iter__:
             raise InvalidOption(
@@ -131,7 +131,7 @@ class IndexedFeed:
 
 
 def _agreed_seed(
-    loader: DataLoader[Any], length: int | None, split_batches: bool, coordinator: Coordinator
+    loader: DataLoader[Any], length: int | None, split_batches: bool, coordinator: Collectives
 ) -> tuple[int, bool]:
     """Make sure that all ranks hold the same loader; return rank 0's seed."""
     mine = {

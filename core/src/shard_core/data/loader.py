@@ -12,7 +12,7 @@ from shard_core.data.stream import StreamFeed
 from shard_core.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from shard_core.coordinator import Coordinator
+    from shard_core.collectives.interface import Collectives
 
 
 class ShardedLoader:
@@ -50,7 +50,7 @@ class ShardedLoader:
         *,
         rank: int,
         world_size: int,
-        coordinator: Coordinator,
+        coordinator: Collectives,
         transfer: Callable[[Any], Any],
         split_batches: bool = False,
     ) -> None:

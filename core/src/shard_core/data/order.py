@@ -14,7 +14,7 @@ from shard_core.errors import InvalidOption
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from shard_core.coordinator import Coordinator
+    from shard_core.collectives.interface import Collectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def seed_of(loader: DataLoader[Any]) -> tuple[int, bool]:
 
 
 def order_of(
-    loader: DataLoader[Any], *, seed: int, chosen: bool, rank: int, world_size: int, coordinator: Coordinator
+    loader: DataLoader[Any], *, seed: int, chosen: bool, rank: int, world_size: int, coordinator: Collectives
 ) -> Order:
     """Recognise a loader's order.
 
@@ -159,7 +159,7 @@ def _distributed(sampler: DistributedSampler[Any], rank: int, world_size: int) -
     )
 
 
-def _told_by_rank_0(kind: str, sampler: Any, seed: int, coordinator: Coordinator) -> Order:
+def _told_by_rank_0(kind: str, sampler: Any, seed: int, coordinator: Collectives) -> Order:
     """Take rank 0's word: nothing says that the user's own sampler gives every rank the same."""
     try:
         count = len(sampler)
@@ -171,7 +171,7 @@ def _told_by_rank_0(kind: str, sampler: Any, seed: int, coordinator: Coordinator
 
     def items(seed: int, epoch: int) -> list[Any]:
         told = _listed(sampler, seed, epoch) if coordinator.rank == 0 else []
-        return coordinator.broadcast_object(told)
+        return coordinator.broadcast_any(told)  # what a user's sampler gives may be of any class
 
     return Order(kind=kind, seed=seed, count=count, items=items)
 

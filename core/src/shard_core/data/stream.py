@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from shard_core.coordinator import Coordinator
+    from shard_core.collectives.interface import Collectives
 
 
 class StreamFeed:
@@ -26,7 +26,7 @@ class StreamFeed:
         InvalidOption: If batches are to be split.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, coordinator: Coordinator, split_batches: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], *, coordinator: Collectives, split_batches: bool) -> None:
         if split_batches:
             raise InvalidOption(
                 "split_batches needs a dataset with indices; an IterableDataset gives each rank its share itself."
@@ -54,7 +54,8 @@ class StreamFeed:
     def state_dict(self) -> dict[str, Any]:
         """Collect every rank's state of the loader or its dataset; every rank calls this."""
         state = self._owner().state_dict()
-        return {"epoch": self.epoch, "order": "stream", "ranks": self._coordinator.gather_objects(state)}
+        ranks = [self._coordinator.broadcast_any(state, src) for src in range(self._coordinator.world_size)]
+        return {"epoch": self.epoch, "order": "stream", "ranks": ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hand every rank's state back to it, if there are as many ranks as then."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shard_core.launcher.failure import explain
 from shard_core.launcher.interface import Launcher
 from shard_core.launcher.rank_call import RankCall, read_result, run_rank
+from shard_core.launcher.this_host import only_this_host
 from shard_core.launcher.travel import check_importable, check_picklable, refuse_unguarded
 from shard_core.launcher.watch import Watch
 
@@ -80,7 +81,7 @@ class ElasticLauncher(Launcher):
 
         watch = Watch(call.folder, self.num_processes)
         try:
-            with _own_surroundings(self.num_processes), watch:
+            with _own_surroundings(self.num_processes), only_this_host(), watch:
                 elastic_launch(self._config(call.folder), run_rank)(call)
         except ChildFailedError as error:
             seen = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -101,12 +102,14 @@ class ElasticLauncher(Launcher):
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher import LaunchConfig
 
+        from shard_core.launcher.rendezvous import loopback_rendezvous
+
         return LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=self.num_processes,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
+            rdzv_backend=loopback_rendezvous(),
             rdzv_endpoint="localhost:0",
             # Else the agent asks the name service for this host's full name, which can take long to fail.
             local_addr="localhost",

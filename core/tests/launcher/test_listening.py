@@ -1,0 +1,66 @@
+"""A run on one host listens where no other host can connect, and its ranks share a secret."""
+
+import ast
+import ipaddress
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import listening
+import pytest
+
+from shard_core import get_strategy
+from shard_core.coordinator import SECRET_VARIABLE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no other system shows its sockets in /proc")
+
+_OURS = (SECRET_VARIABLE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def for_others(found: list[str]) -> list[str]:
+    return [each for each in found if not ipaddress.ip_address(each.split()[0]).is_loopback]
+
+
+def test_a_launch_listens_on_the_loopback_interface_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _OURS:
+        monkeypatch.delenv(name, raising=False)
+    found, told = get_strategy("ddp", accelerator="cpu", devices=2).launch(listening.trains)
+    assert len(found) >= 3  # the store, and gloo on each rank
+    assert for_others(found) == []
+    assert len(told[SECRET_VARIABLE]) == 64
+    assert not set(_OURS) & set(os.environ)
+
+
+def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {SECRET_VARIABLE: "sixteen letters and more", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "any"}
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    _, told = get_strategy("ddp", accelerator="cpu", devices=2).launch(listening.trains)
+    assert {name: told[name] for name in chosen} == chosen
+    assert {name: os.environ[name] for name in chosen} == chosen
+
+
+@pytest.mark.parametrize("options", [[], ["--standalone"], ["--max-restarts", "1"]])
+def test_shard_run_listens_on_the_loopback_interface_alone(options: list[str]) -> None:
+    command = [sys.executable, "-m", "shard_core", "run", "--nproc-per-node", "2", *options, listening.__file__]
+    environ = {name: value for name, value in os.environ.items() if name not in _OURS} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found, told = map(ast.literal_eval, done.stdout.splitlines())
+    assert len(found) >= 3
+    assert for_others(found) == []
+    assert told == ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "SHARD_SECRET"]
+
+
+def test_a_run_over_several_hosts_keeps_the_users_choice(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nsys.stdout.write(str(sorted(os.environ)))\n")
+    port = "29577"
+    choice = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    conf = ["--rdzv-conf", "is_host=1,last_call_timeout=1", "--rdzv-id", "several"]
+    command = [sys.executable, "-m", "shard_core", "run", *choice, *conf, str(script)]
+    environ = {name: value for name, value in os.environ.items() if name not in _OURS} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not set(_OURS) & set(ast.literal_eval(done.stdout))
