@@ -71,7 +71,9 @@ def check_same_path(paths: Sequence[str]) -> None:
 
 
 #: The classes by whose names ranks tell one another of failures.
-_KINDS = {each.__name__: each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, ShardError)}
+_KINDS = {
+    each.__name__: each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, ShardError)
+}
 
 
 def _kind(error: ShardError) -> str:

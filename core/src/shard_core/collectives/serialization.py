@@ -80,7 +80,16 @@ def deserialize(data: Buffer, device: torch.device | None = None) -> Any:
         begin = _LENGTH.size + length
         outline, kinds = json.loads(bytes(view[_LENGTH.size : begin]))
         return _value(outline, _contents(kinds, view[begin:], device), _MOST_LEVELS)
-    except (struct.error, ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, RuntimeError) as e:
+    except (
+        struct.error,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+    ) as e:
         raise CollectiveError(
             f"a message is none that ranks send ({type(e).__name__}); let all ranks run the same version of Shard, and "
             "let nobody else reach their ports."
@@ -138,7 +147,9 @@ def _content(value: Any) -> tuple[JSON, Buffer] | None:
     if type(value) is torch.Tensor and _is_dense(value):
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         on_device = value.device.type != "cpu"
-        return ["tensor", str(value.dtype), *value.shape, value.requires_grad, on_device], flat.view(torch.uint8).numpy().data
+        return ["tensor", str(value.dtype), *value.shape, value.requires_grad, on_device], flat.view(
+            torch.uint8
+        ).numpy().data
     if type(value) is np.ndarray and _ARRAY_DTYPE.fullmatch(value.dtype.str):
         return ["array", value.dtype.str, *value.shape], np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
     if isinstance(value, np.generic) and type(value) is value.dtype.type and _ARRAY_DTYPE.fullmatch(value.dtype.str):

@@ -56,9 +56,7 @@ class LoopbackRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the one place there is; a restart finds it as it was."""
         assert self._store is not None
-        return RendezvousInfo(
-            PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(_ADDRESS, self._port)
-        )
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(_ADDRESS, self._port))
 
     def is_closed(self) -> bool:
         """Return False: nobody else could close it."""
