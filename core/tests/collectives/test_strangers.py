@@ -55,7 +55,7 @@ def planted(message: bytes, key: str, authenticators: list[Authenticator]) -> li
 
     def gathers(rank: int) -> str:
         with pytest.raises(CollectiveError) as error:  # noqa: SIM117
-            with StoreExchange(store, rank, 2, timedelta(seconds=1), authenticators[rank]) as line:
+            with StoreExchange(store, rank, 2, timedelta(seconds=1), authenticator=authenticators[rank]) as line:
                 line.gather_objects(rank)
         return str(error.value)
 

@@ -1,4 +1,4 @@
-"""Which sockets of a launched run listen, and for whom, as the kernel tells it; launched ranks import this by its name."""
+"""Which sockets of a launched run listen, and for whom, as the kernel tells it; launched ranks import this."""
 
 import ipaddress
 import os

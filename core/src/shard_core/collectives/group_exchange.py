@@ -38,10 +38,8 @@ def broadcast_bytes(data: bytes, src: int, device: torch.device) -> memoryview:
     length = torch.tensor([len(data)], device=device)
     dist.broadcast(length, src)
     (size,) = _checked(length)
-    if dist.get_rank() == src:
-        sent = _tensor(data).to(device)
-    else:
-        sent = torch.empty(size, dtype=torch.uint8, device=device)
+    sends = dist.get_rank() == src
+    sent = _tensor(data).to(device) if sends else torch.empty(size, dtype=torch.uint8, device=device)
     dist.broadcast(sent, src)
     return _view(sent.cpu())
 

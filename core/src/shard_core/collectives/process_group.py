@@ -193,7 +193,9 @@ class ProcessGroupCollectives(Collectives):
         self._behind = self._behind or self._store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
         name = f"aside/{next(self._lines)}"
         line = dist.PrefixStore(name, self._behind)
-        return StoreExchange(line, self.rank, self.world_size, self._guard_timeout, self._authenticator, name)
+        return StoreExchange(
+            line, self.rank, self.world_size, self._guard_timeout, authenticator=self._authenticator, name=name
+        )
 
     def close(self) -> None:
         """Destroy the process group if ``connect`` made it."""

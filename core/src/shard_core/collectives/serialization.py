@@ -23,12 +23,16 @@ _LENGTH = struct.Struct("<Q")
 #: How deeply values may be nested, so that no reader of JSON, and no recursion over it, comes to its limit.
 _MOST_LEVELS = 100
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+#: Those whose elements are whole bytes that torch can copy.
+_TENSOR_DTYPE = re.compile(r"torch\.(bool|u?int(8|16|32|64)|bfloat16|float(8_\w+|16|32|64)|complex\d+)")
 #: Booleans, integers, floating-point and complex numbers, in either order of bytes.
 _ARRAY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 _CARRIED = (
     "None, booleans, numbers, strings, bytes, lists, tuples, dicts, torch dtypes, dense tensors and NumPy arrays of "
     "numbers"
 )
+#: What reading bytes that mean nothing can end in.
+_MEANINGLESS = (struct.error, ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 class Unserializable(CollectiveError):
@@ -80,16 +84,7 @@ def deserialize(data: Buffer, device: torch.device | None = None) -> Any:
         begin = _LENGTH.size + length
         outline, kinds = json.loads(bytes(view[_LENGTH.size : begin]))
         return _value(outline, _contents(kinds, view[begin:], device), _MOST_LEVELS)
-    except (
-        struct.error,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-        RuntimeError,
-    ) as e:
+    except _MEANINGLESS as e:
         raise CollectiveError(
             f"a message is none that ranks send ({type(e).__name__}); let all ranks run the same version of Shard, and "
             "let nobody else reach their ports."
@@ -97,7 +92,12 @@ def deserialize(data: Buffer, device: torch.device | None = None) -> Any:
 
 
 class _Writer:
-    """Collects what stands behind the JSON of one value."""
+    """Collects what stands behind the JSON of one value.
+
+    Attributes:
+        kinds: What each content is.
+        contents: Their bytes.
+    """
 
     def __init__(self, exact: bool) -> None:
         self.kinds: list[JSON] = []
@@ -106,38 +106,41 @@ class _Writer:
         self._places: dict[int, int] = {}
 
     def outline(self, value: Any, levels: int = _MOST_LEVELS) -> JSON:
-        if levels == 0:
-            raise Unserializable(f"a value nested more than {_MOST_LEVELS} levels deep cannot be sent between ranks.")
+        """Return a value as JSON, in which whatever JSON has no word for is a dict with one key that begins with $."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value  # Python's JSON has words for infinities and integers of any size
-        if kind is list or kind is tuple:
-            items = [self.outline(item, levels - 1) for item in value]
-            return items if kind is list else {"$tuple": items}
-        if kind is dict:
-            if all(type(key) is str and not key.startswith("$") for key in value):
-                return {key: self.outline(item, levels - 1) for key, item in value.items()}
-            return {"$dict": [[self.outline(each, levels - 1) for each in pair] for pair in value.items()]}
+        if kind in (list, tuple, dict):
+            return self._container(value, levels)
         if kind is torch.dtype:
             return {"$dtype": str(value)}
-        content = _content(value)
-        if content is not None:
-            return {"$content": self._place(value, *content)}
-        if isinstance(value, int | float | str) and not self._exact:
-            plain = next(each for each in (int, float, str) if isinstance(value, each))
-            return plain.__getnewargs__(value)[0]  # type: ignore[arg-type]  # its value, whatever the class shows of it
-        raise Unserializable(
-            f"an object of type {kind.__module__}.{kind.__qualname__} cannot be sent between ranks; messages consist "
-            f"of {_CARRIED}."
-        )
-
-    def _place(self, value: Any, kind: JSON, content: Buffer) -> int:
-        """Keep a content; what is there twice is sent once, and arrives as one object."""
-        if id(value) not in self._places:
+        if id(value) not in self._places:  # what is there twice arrives as one object
+            content = _content(value)
+            if content is None:
+                return self._extended(value)
             self._places[id(value)] = len(self.kinds)
-            self.kinds.append(kind)
-            self.contents.append(content)
-        return self._places[id(value)]
+            self.kinds.append(content[0])
+            self.contents.append(content[1])
+        return {"$content": self._places[id(value)]}
+
+    def _container(self, value: Any, levels: int) -> JSON:
+        if levels == 0:
+            raise Unserializable(f"a value nested more than {_MOST_LEVELS} levels deep cannot be sent between ranks.")
+        if isinstance(value, list):
+            return [self.outline(item, levels - 1) for item in value]
+        if isinstance(value, tuple):
+            return {"$tuple": [self.outline(item, levels - 1) for item in value]}
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.outline(item, levels - 1) for key, item in value.items()}
+        return {"$dict": [[self.outline(each, levels - 1) for each in pair] for pair in value.items()]}
+
+    def _extended(self, value: Any) -> JSON:
+        """Return what a number or string of another class extends."""
+        for plain in (int, float, str):
+            if isinstance(value, plain) and not self._exact:
+                return plain.__getnewargs__(value)[0]  # type: ignore[arg-type]  # whatever its class shows of it
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise Unserializable(f"an object of type {kind} cannot be sent between ranks; messages consist of {_CARRIED}.")
 
 
 def _content(value: Any) -> tuple[JSON, Buffer] | None:
@@ -146,10 +149,8 @@ def _content(value: Any) -> tuple[JSON, Buffer] | None:
         return ["bytes", len(value)], value
     if type(value) is torch.Tensor and _is_dense(value):
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        on_device = value.device.type != "cpu"
-        return ["tensor", str(value.dtype), *value.shape, value.requires_grad, on_device], flat.view(
-            torch.uint8
-        ).numpy().data
+        about = [str(value.dtype), *value.shape, value.requires_grad, value.device.type != "cpu"]
+        return ["tensor", *about], flat.view(torch.uint8).numpy().data
     if type(value) is np.ndarray and _ARRAY_DTYPE.fullmatch(value.dtype.str):
         return ["array", value.dtype.str, *value.shape], np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
     if isinstance(value, np.generic) and type(value) is value.dtype.type and _ARRAY_DTYPE.fullmatch(value.dtype.str):
@@ -158,7 +159,7 @@ def _content(value: Any) -> tuple[JSON, Buffer] | None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return tensor.layout is torch.strided and not tensor.is_meta and bool(_TENSOR_DTYPE.fullmatch(str(tensor.dtype)))
 
 
 def _contents(kinds: JSON, data: memoryview, device: torch.device | None) -> list[Any]:
@@ -187,8 +188,8 @@ def _bytes(about: JSON, device: torch.device | None) -> _Read:
 def _tensor(about: JSON, device: torch.device | None) -> _Read:
     name, *shape, requires_grad, on_device = about
     dtype, shape = _DTYPES[name], _checked_sizes(shape)
-    if name.startswith("torch.q"):
-        raise ValueError(name)  # quantized: bytes alone do not tell the numbers
+    if not _TENSOR_DTYPE.fullmatch(name):
+        raise ValueError(name)
 
     def read(data: memoryview) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype)
@@ -238,21 +239,22 @@ def _checked_sizes(sizes: list[JSON]) -> list[int]:
 
 def _value(outline: JSON, contents: list[Any], levels: int) -> Any:
     """Put contents into their places in the JSON."""
+    if not isinstance(outline, list | dict):
+        return outline
     if levels == 0:
         raise ValueError(levels)
     if isinstance(outline, list):
         return [_value(item, contents, levels - 1) for item in outline]
-    if not isinstance(outline, dict):
-        return outline
-    tag = next(iter(outline)) if len(outline) == 1 else ""
-    if tag == "$tuple":
-        return tuple(_value(item, contents, levels - 1) for item in outline[tag])
-    if tag == "$dict":
-        return {_value(key, contents, levels - 1): _value(item, contents, levels - 1) for key, item in outline[tag]}
-    if tag == "$dtype":
-        return _DTYPES[outline[tag]]
+    if not any(key.startswith("$") for key in outline):
+        return {key: _value(item, contents, levels - 1) for key, item in outline.items()}
+    ((tag, marked),) = outline.items()
     if tag == "$content":
-        return contents[_checked_sizes([outline[tag]])[0]]
-    if any(key.startswith("$") for key in outline):
-        raise ValueError(tag)
-    return {key: _value(item, contents, levels - 1) for key, item in outline.items()}
+        return contents[_checked_sizes([marked])[0]]
+    return _MARKED[tag](marked, lambda item: _value(item, contents, levels - 1))
+
+
+_MARKED: Mapping[str, Callable[[JSON, Callable[[JSON], Any]], Any]] = {
+    "$tuple": lambda items, value: tuple(map(value, items)),
+    "$dict": lambda pairs, value: {value(key): value(item) for key, item in pairs},
+    "$dtype": lambda name, _: _DTYPES[name],
+}

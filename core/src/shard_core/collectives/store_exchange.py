@@ -49,6 +49,7 @@ class StoreExchange:
         rank: int,
         world_size: int,
         patience: timedelta,
+        *,
         authenticator: Authenticator | None = None,
         name: str = "exchange",
     ) -> None:
