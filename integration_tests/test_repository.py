@@ -188,3 +188,35 @@ def test_reference_shows_every_member_of_a_strategy():
     shown = re.findall(r"^\.\. auto\w+:: shard_core\.strategy\.Strategy\.(\w+)$", page, flags=re.MULTILINE)
     members = [name for name in dir(shard_core.Strategy) if not name.startswith(("_", "engine_"))]
     assert sorted(shown) == sorted(members)
+
+
+#: Who may pickle: a user's own objects between ranks, a launch's own files and pipes, the kit's own processes; and who
+#: reads others' pickles without executing anything.
+PICKLING = {
+    "collectives/messages.py", "launcher/rank_call.py", "launcher/travel.py", "checkpoint/peers/inert_pickle.py",
+    "checkpoint/peers/torch_file.py", "testing/fresh_process.py", "testing/rank.py", "testing/world.py",
+}  # fmt: skip
+
+
+def pickles(file: Path) -> bool:
+    """Tell whether a module imports pickle, or calls what of torch pickles on the way between ranks."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import) and {alias.name for alias in node.names} & {"pickle", "cloudpickle", "dill"}:
+            return True
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pickle"):
+            return True
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            if re.fullmatch(r"\w+_object_list|(all_)?gather_object|scatter_object\w*", name):
+                return True
+    return False
+
+
+def test_only_these_modules_pickle():
+    found = {
+        file.relative_to(package(folder)).as_posix()
+        for folder in (CORE, *BACKENDS)
+        for file in package(folder).rglob("*.py")
+        if pickles(file)
+    }
+    assert found == PICKLING
