@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from shard_core.collectives.messages import pack, unpack
+
 T = TypeVar("T")
 
 
 class ThreadCoordinator:
-    """One rank's end; objects are copied on the way, as they are between processes."""
+    """One rank's end; what is sent passes through messages, as it does between processes."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self._rank = rank
@@ -28,11 +29,11 @@ class ThreadCoordinator:
         return len(self._slots)
 
     def gather_objects(self, value: T) -> list[T]:
-        self._slots[self._rank] = copy.deepcopy(value)
+        self._slots[self._rank] = pack(value)
         self._barrier.wait()
-        gathered = copy.deepcopy(self._slots)
+        gathered = list(self._slots)
         self._barrier.wait()
-        return gathered
+        return [unpack(memoryview(message)) for message in gathered]
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
         return self.gather_objects(value)[src]

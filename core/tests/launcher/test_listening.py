@@ -5,7 +5,9 @@ import ipaddress
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import listening
 import pytest
@@ -64,3 +66,40 @@ def test_a_run_over_several_hosts_keeps_the_users_choice(tmp_path: Path) -> None
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert not set(_OURS) & set(ast.literal_eval(done.stdout))
+
+
+def test_the_secret_is_told_to_nobody_but_the_ranks(tmp_path: Path) -> None:
+    secret = "f00d" * 16
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch\n"
+        "from shard_core import get_strategy\n"
+        "with get_strategy('ddp', accelerator='cpu') as strategy:\n"
+        "    model = strategy.setup_module(torch.nn.Linear(2, 2))\n"
+        f"    strategy.save_checkpoint({str(tmp_path / 'c')!r}, {{'model': model}}).wait()\n"
+        "    assert strategy.global_rank == 0, 'fails'\n"
+        "    strategy.barrier()\n"
+    )
+    run = ["run", "--nproc-per-node", "2", "--json", "--log-dir", str(tmp_path / "logs"), "--tee", "3", str(script)]
+    said = ""
+    for words in (run, ["doctor"]):
+        environ = os.environ | {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": ""}
+        command = [sys.executable, "-m", "shard_core", *words]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        said += done.stdout + done.stderr
+    assert "fails" in said
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and file != script]
+    assert any(file.name == "manifest.json" for file in files)
+    assert secret not in said
+    assert not [file for file in files if secret.encode() in file.read_bytes()]
+
+
+def folders_of_launches(strategy: Any) -> list[int]:
+    """Return the permissions of what launches hand over their functions and results in."""
+    del strategy
+    return [each.stat().st_mode & 0o777 for each in Path(tempfile.gettempdir()).glob("shard-launch-*")]
+
+
+def test_what_a_launch_hands_over_nobody_else_can_open() -> None:
+    modes = get_strategy("ddp", accelerator="cpu", devices=2).launch(folders_of_launches)
+    assert set(modes) == {0o700}
