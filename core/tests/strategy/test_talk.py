@@ -1,9 +1,12 @@
 """Ranks reduce, gather and broadcast; whoever asks for the impossible hears why."""
 
+import dataclasses
+from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shard_core import get_strategy
 from shard_core.errors import CollectiveError
@@ -114,3 +117,145 @@ def test_single_answers_alone() -> None:
         assert strategy.all_gather(torch.ones(2)).shape == (1, 2)
         assert strategy.broadcast("x") == "x"
         strategy.barrier()
+
+
+Metrics = namedtuple("Metrics", ["loss", "seen"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    loss: torch.Tensor
+    seen: int
+
+
+def structure(rank: int) -> dict[str, Any]:
+    """Give a rank's metrics, keys in an order of its own."""
+    entries = {
+        "loss": torch.tensor([rank + 1.0, 2.0]),
+        "nested": {
+            "list": [rank + 0.5, torch.tensor(rank)],
+            "tuple": (Metrics(float(rank), rank), Report(*[rank] * 2)),
+        },
+        "empty": [],
+    }
+    return dict(sorted(entries.items(), reverse=bool(rank)))
+
+
+def talks_in_structures() -> dict[str, Any]:
+    with get_strategy("ddp") as strategy:
+        rank = strategy.global_rank
+        given = structure(rank)
+        told = {verb: getattr(strategy, verb)(given, reduce_op="sum") for verb in ("reduce", "all_reduce")}
+        told["all_gather"] = strategy.all_gather(given)
+        told["untouched"] = repr(given) == repr(structure(rank))
+        told["order"] = list(told["reduce"]) == list(given)
+        told["mean"] = strategy.reduce([float(rank)])
+        return told
+
+
+def test_structures_are_reduced_and_gathered_leaf_by_leaf(worlds: Any) -> None:
+    for got in worlds(2).run(talks_in_structures):
+        for sums in (got["reduce"], got["all_reduce"]):
+            assert torch.equal(sums["loss"], torch.tensor([3.0, 4.0]))
+            half, whole = sums["nested"]["list"]
+            assert (half.item(), half.dtype, whole.item(), whole.dtype) == (2.0, torch.float32, 1, torch.int64)
+            metrics, report = sums["nested"]["tuple"]
+            assert isinstance(metrics, Metrics)
+            assert (metrics.loss.item(), metrics.seen.item()) == (1.0, 1)
+            assert isinstance(report, Report)
+            assert report.seen.item() == 1
+            assert sums["empty"] == []
+        assert torch.equal(got["all_gather"]["loss"], torch.tensor([[1.0, 2.0], [2.0, 2.0]]))
+        assert got["all_gather"]["nested"]["list"][0].tolist() == [0.5, 1.5]
+        assert got["untouched"]
+        assert got["order"]
+        assert [mean.item() for mean in got["mean"]] == [0.5]
+
+
+REDUCTIONS = [
+    (None, 1.5),
+    (dist.ReduceOp.AVG, 1.5),
+    (dist.ReduceOp.SUM, 3.0),
+    (dist.ReduceOp.MAX, 2.0),
+    (dist.ReduceOp.MIN, 1.0),
+    (dist.ReduceOp.PRODUCT, 2.0),
+]
+
+
+def reduced_by_members() -> list[tuple[float, float]]:
+    with get_strategy("ddp") as strategy:
+        mine = torch.tensor(strategy.global_rank + 1.0)
+        return [
+            (
+                strategy.reduce(mine, reduce_op=op).item(),
+                strategy.all_reduce(mine, reduce_op=op and dist.ReduceOp(op)).item(),
+            )
+            for op, _ in REDUCTIONS
+        ]
+
+
+def test_members_of_torchs_reduce_op_have_their_names(worlds: Any) -> None:
+    for got in worlds(2).run(reduced_by_members):
+        assert got == [(truth, truth) for _, truth in REDUCTIONS]
+
+
+def differing(what: str) -> str:
+    with get_strategy("ddp") as strategy:
+        rank = strategy.global_rank
+        given: Any = {
+            "keys": {"loss": 1.0, ("b" if rank else "a"): 1.0},
+            "length": [1.0] * (rank + 1),
+            "shape": {"loss": torch.ones(rank + 1)},
+            "dtype": {"loss": torch.ones(1, dtype=torch.float64 if rank else torch.float32)},
+            "leaf": {"loss": "text" if rank else 1.0},
+        }[what]
+        with pytest.raises(CollectiveError) as error:
+            strategy.reduce(given)
+        with pytest.raises(CollectiveError):
+            strategy.all_gather(given)
+        assert strategy.all_reduce(1, reduce_op="sum") == 2, "nobody waits for anybody"
+        return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("keys", "ranks gave different structures to reduce: rank 1 has nothing at ['a'], where rank 0 has float32 ()"),
+        ("length", "rank 1 has float32 () at [1], where rank 0 has nothing"),
+        ("shape", "rank 1 has float32 (2,) at ['loss'], where rank 0 has float32 (1,)"),
+        ("dtype", "rank 1 has float64 (1,) at ['loss'], where rank 0 has float32 (1,)"),
+        ("leaf", "rank 1 has str at ['loss'], where rank 0 has float32 ()"),
+    ],
+)
+def test_structures_that_differ_between_ranks_are_refused_on_all(worlds: Any, what: str, message: str) -> None:
+    for error in worlds(2).run(differing, what):
+        assert message in error
+
+
+@pytest.mark.parametrize("name", ["single", "ddp"])
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda s: s.reduce({"a": [1.0, "x"]}), r"reduce takes .*, not str at \['a'\]\[1\]"),
+        (lambda s: s.reduce({"a": None}), r"not NoneType at \['a'\]"),
+        (lambda s: s.all_gather([{1, 2}]), r"all_gather takes tensors and numbers, .*, not set at \[0\]; leave it out"),
+        (lambda s: s.all_reduce("x"), "all_reduce takes tensors and numbers, .*, not str; "),
+        (lambda s: s.reduce({"n": 3}), r"at \['n'\], the mean of int64 values is not whole"),
+        (lambda s: s.reduce({"n": True}), r"at \['n'\], the mean of bool values is not whole"),
+        (lambda s: s.reduce(1.0, reduce_op="summ"), "there is no reduction 'summ'"),
+        (lambda s: s.reduce(torch.ones(1), reduce_op=dist.ReduceOp.BAND), "there is no reduction 'BAND'"),
+        (lambda s: s.all_reduce(torch.ones(1), reduce_op=dist.ReduceOp.PREMUL_SUM), "no reduction 'PREMUL_SUM'"),
+    ],
+)
+def test_what_cannot_be_reduced_gets_a_sentence(name: str, ask: Any, message: str) -> None:
+    with get_strategy(name) as strategy, pytest.raises(CollectiveError, match=message):
+        ask(strategy)
+
+
+def test_single_answers_structures_alone() -> None:
+    with get_strategy("single") as strategy:
+        reduced = strategy.reduce({"any": True, "n": [3]}, reduce_op="max")
+        assert (reduced["any"].dtype, reduced["n"][0].item()) == (torch.bool, 3)
+        assert strategy.all_gather({"n": 3})["n"].tolist() == [3]
+        assert strategy.all_gather(2.0).tolist() == [2.0]
+        assert strategy.reduce(None) is None

@@ -100,6 +100,7 @@ ROGUES = {
     "rank_dependent": Fault("results_are_alike_on_all_ranks", ("collectives",)),
     "reduces_in_place": Fault("all_reduce_leaves_its_input", ("collectives",)),
     "reduces_nothing": Fault("reduces_tensors_only", ("collectives",)),
+    "returns_local_values": Fault("reduces_structures", ("collectives",)),
     "gathers_backwards": Fault("gathers_in_rank_order", ("collectives",)),
     "drops_sync_grads": Fault("gathers_with_gradients", ("collectives",)),
     "hides_sync_grads": Fault("gathers_with_gradients", ("collectives",)),

@@ -19,11 +19,12 @@ T = TypeVar("T")
 ReduceOp = Literal["mean", "sum", "max", "min", "product"]
 
 
-def reduce_op_named(name: str) -> ReduceOp:
-    """Resolve what a user typed as reduction to its one name.
+def reduce_op_named(op: object) -> ReduceOp:
+    """Resolve what a user gave as reduction to its one name.
 
     Args:
-        name: A reduction in any case; ``"avg"`` means ``"mean"``.
+        op: A reduction's name in any case, of which ``"avg"`` means ``"mean"``; a member of
+            ``torch.distributed.ReduceOp``; or None for the mean.
 
     Returns:
         The canonical name.
@@ -34,8 +35,14 @@ def reduce_op_named(name: str) -> ReduceOp:
     Example:
         >>> reduce_op_named("AVG")
         'mean'
+        >>> reduce_op_named(None)
+        'mean'
     """
-    word = {"avg": "mean", "prod": "product"}.get(str(name).lower(), str(name).lower())
+    if op is None:
+        return "mean"
+    # torch has members, and objects made from a member, which have it as ``op``.
+    name = op if isinstance(op, str) else str(getattr(getattr(op, "op", op), "name", op))
+    word = {"avg": "mean", "prod": "product"}.get(name.lower(), name.lower())
     for known in get_args(ReduceOp):
         if word == known:
             return known  # type: ignore[no-any-return]

@@ -64,6 +64,7 @@ FACTORIES = {
     **_at("replicating", "sends_nothing", "sends_parameters_only", "shows_its_own_buffers"),
     **_at("talking", "max_is_sum", "rank_dependent", "reduces_in_place", "reduces_nothing", "gathers_backwards"),
     **_at("talking", "drops_sync_grads", "broadcasts_from_zero", "never_waits", "unknown_is_mean"),
+    **_at("talking", "returns_local_values"),
     **_at(
         "remembering",
         "drops_moments",

@@ -42,6 +42,16 @@ class ReducesNothing(Rogue):
         return tensor
 
 
+class ReturnsLocalValues(Rogue):
+    """Returns structures as they are, with each rank's own values."""
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor if isinstance(tensor, dict) else self.inner.all_reduce(tensor, group, reduce_op)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor if isinstance(tensor, dict) else self.inner.reduce(tensor, group, reduce_op)
+
+
 class GathersBackwards(Rogue):
     """Gathers in the wrong order."""
 

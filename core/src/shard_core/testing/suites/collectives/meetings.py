@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shard_core.errors import CollectiveError, MissingRank
 from shard_core.testing.rules import promise
@@ -48,9 +49,9 @@ class Meetings(Suite):
             for rank, (_, left) in enumerate(meeting):
                 assert left >= last_came, f"rank {rank} left {last_came - left:.2f} s before the last rank had come"
 
-    @promise(after=("all_reduce_has_its_operations", "reduces_tensors_only", "broadcasts_objects"), every_size=False)
+    @promise(after=("all_reduce_has_its_operations", "reduces_structures", "broadcasts_objects"), every_size=False)
     def test_wrong_operation_is_refused(self, ranks: Ranks) -> None:
-        """A reduction, group, source or mean that cannot be gets a CollectiveError on every rank, and no rank hangs.
+        """A reduction, group, source, mean or leaf that cannot be is a CollectiveError on every rank, and none hangs.
 
         Usual cause:
             An unknown word falls back to a default, or is found out by the engine on one rank while others wait.
@@ -113,7 +114,12 @@ def ask_the_impossible(subject: Subject) -> tuple[dict[str, tuple[tuple[str, ...
             "all_gather with group='everyone'": (("everyone",), lambda: strategy.all_gather(ones, group="everyone")),
             f"src={absent}": ((str(absent),), lambda: strategy.broadcast("x", src=absent)),
             "the mean of integers": (("int64",), lambda: strategy.all_reduce(ones.long())),
+            "reduce_op=ReduceOp.BAND": (("BAND",), lambda: strategy.all_reduce(ones, reduce_op=dist.ReduceOp.BAND)),
+            "a text among metrics": (("['name']", "str"), lambda: strategy.reduce({"loss": 1.0, "name": "x"})),
         }
+        if strategy.world_size > 1:
+            given = [1.0] * (1 + strategy.global_rank)
+            requests["metrics that differ between ranks"] = (("[1]", "nothing"), lambda: strategy.reduce(given))
         answers = {what: (words, _refusal(request)) for what, (words, request) in requests.items()}
         return answers, strategy.all_reduce(ones, reduce_op="sum")[0].item()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shard_core.capability import Capability
 from shard_core.testing.rules import promise
@@ -93,15 +94,32 @@ class Tensors(Suite):
 
     @promise(after=(_ALL_REDUCE,), every_size=False)
     def test_reduces_tensors_only(self, ranks: Ranks) -> None:
-        """Every rank gets from reduce what all_reduce gives; what is no tensor is returned as it is.
+        """Every rank gets from reduce what all_reduce gives; a bare value that is no tensor is returned as it is.
 
         Usual cause:
-            Only one rank gets the result, or numbers in a dictionary of metrics are turned into tensors.
+            Only one rank gets the result, or a number is turned into a tensor.
         """
         total = float(sum(range(1, ranks.size + 1)))
         for rank, (tensor, text, number) in enumerate(ranks.run(reduce_mixed)):
             assert tensor == total, f"rank {rank}: the sum over all ranks is {tensor}, it should be {total}"
             assert (text, number) == ("as it is", rank + 0.5), f"rank {rank}: {(text, number)!r} is not what was given"
+
+    @promise(after=("reduces_tensors_only", "all_reduce_leaves_its_input"), every_size=False)
+    def test_reduces_structures(self, ranks: Ranks) -> None:
+        """In dicts, lists and tuples every leaf is reduced, numbers too, whatever order a rank's keys stand in.
+
+        A member of torch.distributed.ReduceOp means its name, and None the mean.
+
+        Usual cause:
+            What is no tensor is returned as it is: every rank goes on with values of its own.
+        """
+        parts = [torch.tensor(rank + 0.5) for rank in range(ranks.size)]
+        for answers in ranks.run(reduce_structures):
+            for verb, operation, structure in answers:
+                for place, leaf in structure.items():
+                    what = f"{place} in what {verb} was given"
+                    assert isinstance(leaf, torch.Tensor), f"{operation} of {what} is {leaf!r}, which is no tensor"
+                    _assert_reduced(leaf, operation, [part + len(place) for part in parts], what)
 
     @promise(after=(_ALIKE,), every_size=False)
     def test_gathers_in_rank_order(self, ranks: Ranks) -> None:
@@ -193,6 +211,39 @@ def reduce_mixed(subject: Subject) -> tuple[float, Any, Any]:
         tensor = torch.tensor(strategy.global_rank + 1.0, device=strategy.root_device)
         total = strategy.reduce(tensor, reduce_op="sum").item()
         return total, strategy.reduce("as it is"), strategy.reduce(strategy.global_rank + 0.5)
+
+
+def reduce_structures(subject: Subject) -> list[tuple[str, str, dict[str, Any]]]:
+    """Reduce a tensor and numbers in every kind of structure, by everything that means a reduction."""
+    operations = {
+        "mean": [None, dist.ReduceOp.AVG],
+        "sum": ["sum", dist.ReduceOp.SUM],
+        "max": [dist.ReduceOp.MAX],
+        "min": [dist.ReduceOp.MIN],
+        "product": [dist.ReduceOp.PRODUCT],
+    }
+    with subject.strategy() as strategy:
+        return [
+            (verb, operation, _flat(getattr(strategy, verb)(_nested(strategy), reduce_op=reduce_op)))
+            for verb in ("reduce", "all_reduce")
+            for operation, spellings in operations.items()
+            for reduce_op in spellings
+        ]
+
+
+def _nested(strategy: Strategy) -> dict[str, Any]:
+    """Put this rank's number into places whose names are of different lengths, which is added to it."""
+    rank = strategy.global_rank
+    mine = {place: rank + 0.5 + len(place) for place in ("a", "bb", "ccc", "dddd")}
+    tensor = torch.tensor(mine["bb"], device=strategy.root_device)
+    given = {"a": mine["a"], "inner": {"tensor": tensor, "pair": (mine["ccc"], [mine["dddd"]])}}
+    return dict(reversed(given.items())) if rank % 2 else given
+
+
+def _flat(structure: Any) -> dict[str, Any]:
+    third, (fourth,) = structure["inner"]["pair"]
+    leaves = {"a": structure["a"], "bb": structure["inner"]["tensor"], "ccc": third, "dddd": fourth}
+    return {place: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for place, leaf in leaves.items()}
 
 
 def gather_everything(subject: Subject) -> dict[tuple[str, torch.dtype], tuple[torch.Tensor, bool]]:
