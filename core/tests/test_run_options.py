@@ -4,6 +4,7 @@ import dataclasses
 from datetime import timedelta
 
 import pytest
+import torch
 
 from shard_core.collectives.single import SingleCollectives
 from shard_core.errors import InvalidOption, UnsupportedPrecision
@@ -12,7 +13,7 @@ from shard_core.run_options import RunOptions
 
 @pytest.mark.parametrize(
     ("given", "means"),
-    [("auto", "auto"), ("cpu", "cpu"), ("cuda", "cuda"), ("gpu", "cuda"), ("xla", "xla"), ("tpu", "xla")],
+    [("auto", "auto"), ("cpu", "cpu"), ("cuda", "cuda"), ("gpu", "cuda"), ("xla", "xla"), ("tpu", "tpu")],
 )
 def test_accelerators(given, means):
     assert RunOptions(accelerator=given).accelerator == means
@@ -23,6 +24,27 @@ def test_accelerators(given, means):
 )
 def test_devices(given, means):
     assert RunOptions(devices=given).devices == means
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accelerator": "gpu"},
+        {"devices": 2},
+        {"devices": [0, 1]},
+    ],
+    ids=str,
+)
+def test_devices_themselves(options):
+    given = RunOptions(parallel_devices=["cuda:0", torch.device("cuda", 1)], **options)
+    assert given.parallel_devices == (torch.device("cuda", 0), torch.device("cuda", 1))
+    assert given.device_type == "cuda"
+
+
+@pytest.mark.parametrize(("accelerator", "means"), [("auto", None), ("gpu", "cuda"), ("xla", "xla"), ("tpu", "xla")])
+def test_accelerators_have_a_device_type(accelerator, means):
+    assert RunOptions(accelerator=accelerator).device_type == means
 
 
 @pytest.mark.parametrize("devices", [0, -1, True, False, "", "two", "0", "-1", "1.0", "²", 2.0, None, [], [-1], ["0"]])
@@ -57,6 +79,30 @@ BAD = {
     "parallel_devices empty": (
         {"parallel_devices": []},
         "parallel_devices is empty; give one device per rank",
+    ),
+    "parallel_devices number": (
+        {"parallel_devices": [0]},
+        "parallel_devices has 0, of type int; give devices such as torch.device('cuda', 0), or devices=[0].",
+    ),
+    "parallel_devices word": (
+        {"parallel_devices": ["cdua:0"]},
+        "parallel_devices has 'cdua:0', which torch knows no device by; give devices such as torch.device('cuda', 0),",
+    ),
+    "parallel_devices mixed": (
+        {"parallel_devices": ["cpu", "cuda:0"]},
+        "parallel_devices names devices of several types, cpu and cuda; all ranks of a strategy have one type.",
+    ),
+    "parallel_devices and accelerator": (
+        {"parallel_devices": ["cpu"], "accelerator": "gpu"},
+        "parallel_devices names cpu devices, but accelerator is 'cuda'; leave accelerator out.",
+    ),
+    "parallel_devices and number": (
+        {"parallel_devices": ["cpu", "cpu"], "devices": 3},
+        "parallel_devices names 2 devices, but devices is 3; leave devices out.",
+    ),
+    "parallel_devices and numbers": (
+        {"parallel_devices": ["cuda:0", "cuda:1"], "devices": [1, 0]},
+        "parallel_devices names cuda:0, cuda:1, but devices is [1, 0]; leave devices out.",
     ),
     "cluster_environment": ({"cluster_environment": "SLURM"}, "cluster_environment is 'SLURM', of type str"),
     "precision": (

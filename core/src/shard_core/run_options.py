@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
     import torch
 
-_ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "xla": "xla", "tpu": "xla"}
+_ACCELERATORS = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "xla": "xla", "tpu": "tpu"}
+
+#: The type of device that torch knows an accelerator by, if it has another name.
+_DEVICE_TYPES = {"auto": None, "tpu": "xla"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ class RunOptions:
 device numbers such as [0, 1].
     """
 
-    accelerator: str = option("auto", "device type: auto, cpu, cuda (or gpu), xla (or tpu)")
+    accelerator: str = option("auto", "device type: auto, cpu, cuda (or gpu), xla, or tpu: xla on TPUs alone")
     devices: int | str | Sequence[int] = option(
         "auto",
         "ranks on this host: a number, a list of device numbers, or auto: the ranks that exist, "
@@ -83,11 +87,20 @@ device numbers such as [0, 1].
             set_field(self, "precision", resolve_name(self.precision))
         for name, allowed in _TYPES.items():
             _check_type(name, getattr(self, name), allowed)
-        if self.parallel_devices is not None and len(self.parallel_devices) == 0:
-            raise InvalidOption("parallel_devices is empty; give one device per rank on this host, or None.")
+        if self.parallel_devices is not None:
+            set_field(
+                self, "parallel_devices", _parallel_devices(self.parallel_devices, self.accelerator, self.devices)
+            )
         for name in ("timeout", "guard_timeout"):
             if getattr(self, name) <= timedelta(0):
                 raise InvalidOption(f"{name} is {getattr(self, name)!r}; it must be longer than nothing.")
+
+    @property
+    def device_type(self) -> str | None:
+        """The type of device asked for; None for the one that is there."""
+        if self.parallel_devices is not None:
+            return self.parallel_devices[0].type
+        return _DEVICE_TYPES.get(self.accelerator, self.accelerator)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -127,6 +140,47 @@ def _devices(value: object) -> int | str | tuple[int, ...]:
         return tuple(value)
     raise InvalidOption(
         f"devices is {value!r}; allowed are 'auto', a number from 1 up, or a list of device numbers such as [0, 1]."
+    )
+
+
+def _parallel_devices(
+    given: Sequence[object], accelerator: str, devices: int | str | Sequence[int]
+) -> tuple[torch.device, ...]:
+    """Return the devices, which agree with one another and with what else was said about them."""
+    if not given:
+        raise InvalidOption("parallel_devices is empty; give one device per rank on this host, or None.")
+    found = tuple(_device(each) for each in given)
+    types = list(dict.fromkeys(device.type for device in found))
+    if len(types) > 1:
+        raise InvalidOption(
+            f"parallel_devices names devices of several types, {' and '.join(types)}; all ranks of a strategy have one "
+            "type."
+        )
+    if _DEVICE_TYPES.get(accelerator, accelerator) not in (None, *types):
+        raise InvalidOption(
+            f"parallel_devices names {types[0]} devices, but accelerator is {accelerator!r}; leave accelerator out."
+        )
+    numbers = tuple(device.index for device in found)
+    agreeing = ("auto", len(found), numbers, tuple(range(len(found))) if None in numbers else numbers)
+    if devices not in agreeing:
+        named = f"{len(found)} devices" if isinstance(devices, int) else ", ".join(map(str, found))
+        asked = devices if isinstance(devices, int) else list(devices)
+        raise InvalidOption(f"parallel_devices names {named}, but devices is {asked}; leave devices out.")
+    return found
+
+
+def _device(value: object) -> torch.device:
+    import torch
+
+    wrong = f"of type {type(value).__name__}"
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, str):
+        with contextlib.suppress(RuntimeError):
+            return torch.device(value)
+        wrong = "which torch knows no device by"
+    raise InvalidOption(
+        f"parallel_devices has {value!r}, {wrong}; give devices such as torch.device('cuda', 0), or devices=[0]."
     )
 
 

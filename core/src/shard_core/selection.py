@@ -52,10 +52,11 @@ def get_strategy(
 
     Args:
         name: The strategy's name, as ``shard list`` shows it; else what ``SHARD_STRATEGY`` says.
-        accelerator: Device type: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"xla"`` (``"tpu"``).
+        accelerator: Device type: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"xla"``, ``"tpu"`` (``"xla"``
+            on TPUs alone).
         devices: Ranks on this host: a number, a list of device numbers, or ``"auto"``: the ranks that exist,
             else all accelerators, else 1 on CPU.
-        parallel_devices: The devices of this host's ranks themselves.
+        parallel_devices: The devices of this host's ranks themselves, instead of the two.
         num_nodes: Number of hosts.
         cluster_environment: This process's place among the ranks, where no recognised launcher tells it.
         precision: Which dtype where: a name, a table of dtypes, or the part that applies it.

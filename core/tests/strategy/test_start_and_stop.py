@@ -1,6 +1,7 @@
 """A strategy starts where it is told, joins what exists, and leaves nothing behind."""
 
 import dataclasses
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -89,9 +90,51 @@ def test_an_accelerator_that_is_not_there_is_named() -> None:
 
 def test_an_accelerator_the_strategy_does_not_run_on_is_refused() -> None:
     with pytest.raises(
-        InvalidOption, match="accelerator 'xla' is not one this strategy runs on; it runs on: cpu, cuda"
+        InvalidOption, match="accelerator 'tpu' is not one strategy 'ddp' runs on; it runs on: cpu, cuda"
     ):
         get_strategy("ddp", accelerator="tpu").setup_environment()
+
+
+def test_several_devices_are_as_many_ranks() -> None:
+    with pytest.raises(
+        LaunchError, match=r"parallel_devices=\['cpu', 'cpu'\] asks for 2 ranks, but this process is alo"
+    ):
+        get_strategy("ddp", parallel_devices=[torch.device("cpu")] * 2).setup_environment()
+
+
+def test_one_device_is_a_world_of_one() -> None:
+    with get_strategy("ddp", accelerator="cpu", devices=1, parallel_devices=["cpu"]) as strategy:
+        assert (strategy.world_size, strategy.root_device) == (1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["meta"], "parallel_devices names 'meta' devices, and strategy 'ddp' runs on: cpu, cuda"),
+        (["cpu:1", "cpu:0"], "parallel_devices names cpu:1, and a rank sees one cpu device only; leave the number out"),
+        (["cuda", "cuda:0"], "parallel_devices names cuda:0 twice; every rank needs its own"),
+        pytest.param(
+            ["cuda:7"],
+            "'cuda' was asked for, but torch sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device"),
+        ),
+        (["cpu"] * 9999, r"parallel_devices=.* asks for 9999 ranks, but this host has \d+ CPUs"),
+    ],
+    ids=["kind", "number", "twice", "absent", "many"],
+)
+@pytest.mark.parametrize("start", ["launch", "setup_environment"])
+def test_devices_that_cannot_be_ranks_are_refused(devices: Any, message: str, start: str) -> None:
+    strategy = get_strategy("ddp", parallel_devices=devices)
+    with pytest.raises((LaunchError, InvalidOption), match=message):
+        getattr(strategy, start)(*[returns] * (start == "launch"))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(LaunchError, match="asks for device 99 of type cuda, but this host has"):
+        get_strategy("ddp", parallel_devices=["cuda:99"]).launch(returns)
 
 
 @pytest.mark.parametrize("strategy_type", [SingleStrategy, DDPStrategy])
@@ -140,15 +183,21 @@ def test_an_existing_process_group_is_used_and_left_alone(worlds: Any) -> None:
     assert worlds(2).run(joins) == [([0, 1], True)] * 2
 
 
-def wrong_number() -> str:
+def wrong_number(**options: Any) -> str:
     with pytest.raises(LaunchError) as error:
-        get_strategy("ddp", devices=5).setup_environment()
+        get_strategy("ddp", **options).setup_environment()
     return str(error.value)
 
 
-def test_a_launcher_that_started_another_number_is_named(worlds: Any) -> None:
-    for message in worlds(2).run(wrong_number):
-        assert "devices=5 asks for 5 ranks on this host, but torchrun started 2" in message
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [({"devices": 5}, "devices=5"), ({"parallel_devices": ["cpu"] * 5}, "parallel_devices=['cpu', 'cpu', 'cpu', ...")],
+    ids=["devices", "parallel_devices"],
+)
+def test_a_launcher_that_started_another_number_is_named(worlds: Any, options: Any, asked: str) -> None:
+    for message in worlds(2).run(functools.partial(wrong_number, **options)):
+        assert message.startswith(asked)
+        assert "asks for 5 ranks on this host, but torchrun started 2" in message
 
 
 def single_in_a_crowd() -> str:

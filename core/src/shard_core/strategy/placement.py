@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 #: Ranks on CPUs may outnumber the CPUs, in tests say, but a slip of the finger must not bring the host down.
 RANKS_PER_CPU = 8
 
-#: Device types whose devices each process numbers for itself, from 0: it sees no other's.
-_OWN_NUMBERS = ("xla",)
+#: Device types of which a process sees one device, and none of another rank's, if torch numbers it.
+_ONE_IN_SIGHT: dict[str, torch.device] = {"cpu": torch.device("cpu"), "xla": torch.device("xla", 0)}
 
 
 class Placement:
@@ -37,7 +37,7 @@ class Placement:
 
     def __init__(self, options: RunOptions, info: StrategyInfo) -> None:
         self.process: ProcessInfo | None = options.cluster_environment or detect()
-        self.device_type = _device_type(options, info.devices)
+        self.device_type = _device_type(options, info)
         self._options = options
         self._indices = _device_indices(options, self.device_type)
         if options.devices == "auto" and options.parallel_devices is None:
@@ -75,74 +75,102 @@ class Placement:
     @property
     def device(self) -> torch.device:
         """This rank's device."""
-        if self._options.parallel_devices is not None:
-            return torch.device(self._options.parallel_devices[self.local_rank])
-        if self.device_type == "cpu":
-            return torch.device("cpu")
-        if self.device_type in _OWN_NUMBERS:
-            return torch.device(self.device_type, 0)
-        return torch.device(self.device_type, self._indices[self.local_rank])
+        one = _ONE_IN_SIGHT.get(self.device_type)
+        return one or torch.device(self.device_type, self._indices[self.local_rank])
 
     def check_started(self) -> None:
         """Refuse to go on alone when several ranks were asked for and none were started.
 
         Raises:
-            LaunchError: If ``devices`` asks for more ranks than this one process.
+            LaunchError: If ``devices`` or ``parallel_devices`` ask for more ranks than this one process.
         """
-        if self.process is None and len(self._indices) > 1 and self._options.devices != "auto":
+        asked = _asked(self._options)
+        if self.process is None and len(self._indices) > 1 and asked is not None:
             raise LaunchError(
-                f"devices={self._options.devices!r} asks for {len(self._indices)} ranks, but this process is alone; "
+                f"{asked} asks for {len(self._indices)} ranks, but this process is alone; "
                 "call strategy.launch(function), or start the script with `shard run --nproc-per-node "
                 f"{len(self._indices)} ...`."
             )
 
     def _check_existing(self, process: ProcessInfo) -> None:
-        asked = self._options.devices
-        if asked != "auto" and len(self._indices) != process.local_world_size:
+        asked = _asked(self._options)
+        if asked is not None and len(self._indices) != process.local_world_size:
             raise LaunchError(
-                f"devices={asked!r} asks for {len(self._indices)} ranks on this host, but {process.source} started "
-                f"{process.local_world_size}; leave devices='auto', or start as many as you ask for."
+                f"{asked} asks for {len(self._indices)} ranks on this host, but {process.source} started "
+                f"{process.local_world_size}; leave it out, or start as many as you ask for."
             )
-        counted = self.device_type not in ("cpu", *_OWN_NUMBERS)
-        if counted and process.local_rank >= len(self._indices):
+        if self.device_type not in _ONE_IN_SIGHT and process.local_rank >= len(self._indices):
             raise LaunchError(
                 f"{process.source} started {process.local_world_size} ranks on this host, but it has "
                 f"{len(self._indices)} {self.device_type} devices; start at most one rank per device."
             )
 
 
-def _device_type(options: RunOptions, supported: Sequence[str]) -> str:
+def _asked(options: RunOptions) -> str | None:
+    """Return what the user said about the number of ranks; None for nothing."""
     if options.parallel_devices is not None:
-        return torch.device(options.parallel_devices[0]).type
-    if options.accelerator == "auto":
+        return f"parallel_devices={_shortened(options.parallel_devices)}"
+    return None if options.devices == "auto" else f"devices={options.devices!r}"
+
+
+def _shortened(devices: Sequence[torch.device]) -> str:
+    shown = [repr(str(device)) for device in devices[:3]]
+    return f"[{', '.join([*shown, '...'] if len(devices) > 3 else shown)}]"
+
+
+def _device_type(options: RunOptions, info: StrategyInfo) -> str:
+    supported, asked = info.devices, options.device_type
+    if asked is None:
         if "cuda" in supported and torch.cuda.is_available():
             return "cuda"
         return "cpu" if "cpu" in supported else supported[0]
-    if options.accelerator not in supported:
+    if asked not in supported:
         raise InvalidOption(
-            f"accelerator {options.accelerator!r} is not one this strategy runs on; it runs on: {', '.join(supported)}."
+            f"parallel_devices names {asked!r} devices, and strategy {info.name!r} runs on: {', '.join(supported)}."
+            if options.parallel_devices is not None
+            else f"accelerator {options.accelerator!r} is not one strategy {info.name!r} runs on; it runs on: "
+            f"{', '.join(supported)}."
         )
-    if options.accelerator == "cuda" and not torch.cuda.is_available():
-        raise LaunchError("accelerator 'cuda' was asked for, but torch sees no CUDA device here; use 'cpu' or 'auto'.")
-    return options.accelerator
+    return asked
 
 
 def _device_indices(options: RunOptions, device_type: str) -> list[int]:
-    if options.parallel_devices is not None:
-        return list(range(len(options.parallel_devices)))
+    given = None if options.parallel_devices is None else _numbers(options.parallel_devices)
+    if device_type == "cuda" and not torch.cuda.is_available():
+        asked = "accelerator 'cuda'" if given is None else _asked(options)
+        raise LaunchError(f"{asked} was asked for, but torch sees no CUDA device here; take CPUs instead.")
     there = torch.cuda.device_count() if device_type == "cuda" else None
-    asked = options.devices
-    if asked == "auto":
+    if given is not None:
+        indices = given
+    elif options.devices == "auto":
         return list(range(there)) if there is not None else [0]
-    indices = list(range(asked)) if isinstance(asked, int) else [int(index) for index in asked]
+    elif isinstance(options.devices, int):
+        indices = list(range(options.devices))
+    else:
+        indices = [int(index) for index in options.devices]
     if there is None and len(indices) > RANKS_PER_CPU * (os.cpu_count() or 1):
         raise LaunchError(
-            f"devices={asked!r} asks for {len(indices)} ranks, but this host has {os.cpu_count()} CPUs and takes at "
+            f"{_asked(options)} asks for {len(indices)} ranks, but this host has {os.cpu_count()} CPUs and takes at "
             f"most {RANKS_PER_CPU} ranks for each; ask for fewer, or use more hosts."
         )
     if there is not None and max(indices) >= there:
         raise LaunchError(
-            f"devices={asked!r} asks for device {max(indices)} of type {device_type}, but this host has {there} "
+            f"{_asked(options)} asks for device {max(indices)} of type {device_type}, but this host has {there} "
             f"(numbered from 0); CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}."
         )
     return indices
+
+
+def _numbers(devices: Sequence[torch.device]) -> list[int]:
+    """Return the devices' numbers; without one it is the first of its type."""
+    numbers = [device.index or 0 for device in devices]
+    for place, device in enumerate(devices):
+        if device.type in _ONE_IN_SIGHT and numbers[place]:
+            raise InvalidOption(
+                f"parallel_devices names {device}, and a rank sees one {device.type} device only; leave the number out."
+            )
+        if device.type not in _ONE_IN_SIGHT and numbers[place] in numbers[:place]:
+            raise InvalidOption(
+                f"parallel_devices names {device.type}:{numbers[place]} twice; every rank needs its own."
+            )
+    return numbers

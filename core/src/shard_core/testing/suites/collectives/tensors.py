@@ -215,7 +215,7 @@ def reduce_mixed(subject: Subject) -> tuple[float, Any, Any]:
 
 def reduce_structures(subject: Subject) -> list[tuple[str, str, dict[str, Any]]]:
     """Reduce a tensor and numbers in every kind of structure, by everything that means a reduction."""
-    operations = {
+    operations: dict[str, list[Any]] = {
         "mean": [None, dist.ReduceOp.AVG],
         "sum": ["sum", dist.ReduceOp.SUM],
         "max": [dist.ReduceOp.MAX],
