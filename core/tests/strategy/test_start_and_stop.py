@@ -115,7 +115,7 @@ def test_one_device_is_a_world_of_one() -> None:
         (["cuda", "cuda:0"], "parallel_devices names cuda:0 twice; every rank needs its own"),
         pytest.param(
             ["cuda:7"],
-            "'cuda' was asked for, but torch sees no CUDA device",
+            r"parallel_devices=\['cuda:7'\] was asked for, but torch sees no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device"),
         ),
         (["cpu"] * 9999, r"parallel_devices=.* asks for 9999 ranks, but this host has \d+ CPUs"),

@@ -292,6 +292,24 @@ def test_the_modes_of_a_process_do_not_mix(worlds: Any) -> None:
     assert "cannot be left" in message
 
 
+@pytest.mark.parametrize("name", ["xla_fsdp", "xla_spmd"])
+def test_cpus_are_not_taken_for_tpus(name: str) -> None:
+    with pytest.raises(LaunchError, match=r"accelerator is 'tpu', but .* are XLA's CPU devices; pass accelerator='xla'"):
+        get_strategy(name, accelerator="tpu")
+
+
+def kind_of_device(given: dict[str, Any]) -> str:
+    with get_strategy("xla_fsdp", **given) as strategy:
+        return f"{strategy.root_device} of {strategy.world_size}"
+
+
+def test_every_rank_has_a_device_of_its_own(worlds: Any) -> None:
+    given = {"parallel_devices": ["xla", "xla:0"]}
+    assert worlds(2).run(kind_of_device, given) == ["xla:0 of 2"] * 2
+    with pytest.raises(InvalidOption, match="parallel_devices names xla:1, and a rank sees one xla device only"):
+        get_strategy("xla_fsdp", parallel_devices=["xla:0", "xla:1"]).setup_environment()
+
+
 def test_other_collectives_are_refused() -> None:
     with pytest.raises(InvalidOption, match="it has: 'host'"):
         get_strategy(**options(collectives="process_group"))

@@ -63,6 +63,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
 
     def engine_collectives(self, name: str | None) -> Collectives:
         """Talk through a process group in host memory."""
+        runtime.check_accelerator(self.info.name, self.options.accelerator)
         if name not in (None, "host"):
             raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'host'.")
         return ProcessGroupCollectives(
@@ -71,6 +72,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
 
     def engine_mesh(self) -> DeviceMesh | None:
         """Bring the device up; every rank sees its own data."""
+        runtime.check_accelerator(self.info.name, self.options.accelerator)
         runtime.start(self.info.name, devices=1, spmd=False)
         # Made on the rank it serves: what they hold cannot travel there with the strategy.
         self._sharded = weakref.WeakKeyDictionary()

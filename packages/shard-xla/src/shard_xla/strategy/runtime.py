@@ -8,9 +8,30 @@ import os
 
 import torch
 
-from shard_core.errors import SetupError, StrategyUnavailable
+from shard_core.errors import LaunchError, SetupError, StrategyUnavailable
 
 log = logging.getLogger(__name__)
+
+
+def check_accelerator(strategy: str, accelerator: str) -> None:
+    """Refuse to take CPUs for TPUs.
+
+    Args:
+        strategy: The strategy's name, for messages.
+        accelerator: What the user asked for.
+
+    Raises:
+        LaunchError: If it is TPUs, and XLA's devices here are CPUs.
+    """
+    if accelerator == "tpu" and _kind() == "CPU":
+        raise LaunchError(
+            f"accelerator is 'tpu', but the devices that strategy {strategy!r} finds here are XLA's CPU devices; pass "
+            "accelerator='xla' to develop on them."
+        )
+
+
+def _kind() -> str:
+    return os.environ.get("PJRT_DEVICE", "CPU")
 
 
 def start(strategy: str, *, devices: int | None, spmd: bool) -> None:
@@ -25,7 +46,7 @@ def start(strategy: str, *, devices: int | None, spmd: bool) -> None:
         StrategyUnavailable: If the environment asks for other devices than CPUs.
         SetupError: If XLA is in use in this process, in the other mode or with another number of devices.
     """
-    kind = os.environ.get("PJRT_DEVICE", "CPU")
+    kind = _kind()
     if kind != "CPU":
         raise StrategyUnavailable(
             f"PJRT_DEVICE is {kind!r}, and strategy {strategy!r} has only ever been run on CPUs: other devices are not "

@@ -54,12 +54,14 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
 
     def engine_collectives(self, name: str | None) -> Collectives:
         """Talk to nobody: devices talk inside the compiled graph."""
+        runtime.check_accelerator(self.info.name, self.options.accelerator)
         if name not in (None, "single"):
             raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'single'.")
         return SingleCollectives()
 
     def engine_mesh(self) -> DeviceMesh | None:
         """Bring the devices up; none of them is a rank."""
+        runtime.check_accelerator(self.info.name, self.options.accelerator)
         runtime.start(self.info.name, devices=self.config.virtual_devices, spmd=True)
         self._layouts = weakref.WeakKeyDictionary()
         self._watch = RecompilationWatch()
