@@ -1,4 +1,4 @@
-"""What a rank is told when another is gone."""
+"""What a rank is told when another is gone, and from where a group carries tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shard_core import get_strategy
+from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device
 from shard_core.coordinator import SECRET_VARIABLE
 from shard_core.errors import CollectiveError
 
@@ -86,3 +87,55 @@ def test_users_objects_reach_every_rank_as_what_they_were(worlds: Any, secret: s
         assert plain["rank"][1].tolist() == [[1, 1], [1, 1]]
         assert said.startswith("an object of type function cannot be sent to other ranks: ")
         assert ranks == [0, 1]
+
+
+@pytest.fixture
+def group(request):
+    """Give a process group of one rank, with the backends of a configuration."""
+    dist.init_process_group(request.param, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("group", "device", "own", "there"),
+    [
+        ("gloo", "cpu", "cpu", "cpu"),
+        ("gloo", "cpu", "cuda:1", "cpu"),
+        ("gloo", "cuda:1", "cuda:1", "cuda:1"),
+        ("gloo", "xla:0", "xla:0", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu", "cuda:1", "cpu"),
+        ("cpu:gloo", "cuda:1", "cuda:1", "cpu"),
+        # as NCCL alone, which needs a GPU to start: nothing from host memory
+        ("cuda:gloo", "cpu", "cuda:1", "cuda:1"),
+        ("cuda:gloo", "cuda:0", "cuda:1", "cuda:0"),
+    ],
+    indirect=["group"],
+)
+@pytest.mark.usefixtures("group")
+def test_tensors_go_to_where_the_group_carries_from(device, own, there):
+    assert carrying_device(torch.device(device), None, torch.device(own)) == torch.device(there)
+
+
+@pytest.mark.parametrize("group", ["cuda:gloo"], indirect=True)
+@pytest.mark.parametrize("sync_grads", [False, True])
+@pytest.mark.usefixtures("group")
+def test_a_group_that_does_not_reach_a_rank_is_named(sync_grads):
+    with pytest.raises(CollectiveError, match="carries tensors of cuda devices only, and this rank's is cpu; give pro"):
+        ProcessGroupCollectives().all_gather(torch.ones(1), sync_grads=sync_grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a CUDA device")
+def test_nccl_alone_takes_tensors_from_host_memory():
+    with get_strategy("ddp", accelerator="cuda", devices=1, process_group_backend="nccl") as strategy:
+        mine = torch.ones(2, requires_grad=True)
+        gathered = strategy.all_gather(mine, sync_grads=True)
+        gathered.mul(3.0).sum().backward()
+        assert (gathered.device.type, gathered.tolist()) == ("cpu", [[1.0, 1.0]])
+        assert mine.grad is not None
+        assert mine.grad.tolist() == [3.0, 3.0]
+        assert strategy.all_gather(mine).tolist() == [[1.0, 1.0]]
+        assert strategy.all_reduce({"n": [1.0]})["n"][0].item() == 1.0
+        assert strategy.broadcast({"x": 1}) == {"x": 1}
+        assert strategy.collectives.gather_objects("x") == ["x"]

@@ -1,4 +1,4 @@
-"""What a rank is told by the collectives over the host when another has left."""
+"""What a rank is told by the host's collectives when another has left, and from where XLA's own group carries."""
 
 from __future__ import annotations
 
@@ -39,3 +39,38 @@ def test_a_rank_that_has_left_is_told_of_in_a_sentence(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert "rank 0 waited in a gather of parameters in vain: " in done.stdout, done.stderr
     assert "rank 0 waited in a reduction of gradients in vain: " in done.stdout, done.stderr
+
+
+_NOT_FROM_HOST = """\
+import contextlib, sys
+
+import torch
+import torch.distributed as dist
+import torch_xla
+import torch_xla.distributed.xla_backend
+
+from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device
+from shard_core.errors import CollectiveError
+
+dist.init_process_group("xla", init_method="xla://")
+collectives, own = ProcessGroupCollectives(), torch_xla.device()
+with contextlib.suppress(CollectiveError):  # torch hands no objects out over this group
+    collectives.connect(0, 1, own)
+mine = torch.ones(2, requires_grad=True)
+gathered = collectives.all_gather(mine, sync_grads=True)
+gathered.mul(3.0).sum().backward()
+alone = collectives.all_gather(mine)
+places = [carrying_device(torch.device(each), None, own) for each in ("cpu", "xla:0")]
+sys.stdout.write(f"{gathered.tolist()} {gathered.device} {mine.grad.tolist()} {alone.tolist()} {places}\\n")
+"""
+
+
+def test_a_group_that_carries_nothing_from_host_memory_gathers_from_the_device(tmp_path: Path) -> None:
+    script = tmp_path / "gather.py"
+    script.write_text(_NOT_FROM_HOST)
+    environment = {**os.environ, "PJRT_DEVICE": "CPU"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
+    xla = "device(type='xla', index=0)"
+    assert f"[[1.0, 1.0]] cpu [3.0, 3.0] [[1.0, 1.0]] [{xla}, {xla}]" in done.stdout, done.stderr

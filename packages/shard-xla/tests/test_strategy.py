@@ -294,7 +294,9 @@ def test_the_modes_of_a_process_do_not_mix(worlds: Any) -> None:
 
 @pytest.mark.parametrize("name", ["xla_fsdp", "xla_spmd"])
 def test_cpus_are_not_taken_for_tpus(name: str) -> None:
-    with pytest.raises(LaunchError, match=r"accelerator is 'tpu', but .* are XLA's CPU devices; pass accelerator='xla'"):
+    with pytest.raises(
+        LaunchError, match=r"accelerator is 'tpu', but .* are XLA's CPU devices; pass accelerator='xla'"
+    ):
         get_strategy(name, accelerator="tpu")
 
 

@@ -120,21 +120,18 @@ class ProcessGroupCollectives(Collectives):
         check_mean(op, tensor)
         if dist.get_world_size(group) == 1:
             return tensor.detach().clone(memory_format=torch.contiguous_format)
-        result = tensor.detach().to(self._reachable(tensor), copy=True, memory_format=torch.contiguous_format)
+        there = carrying_device(tensor.device, group, self._device)
+        result = tensor.detach().to(there, copy=True, memory_format=torch.contiguous_format)
         with told("a reduction"):
             dist.all_reduce(result, op=_OPS.get(op, dist.ReduceOp.SUM), group=group)
         return (result.div_(dist.get_world_size(group)) if op == "mean" else result).to(tensor.device)
 
-    def _reachable(self, tensor: torch.Tensor) -> torch.device:
-        # NCCL alone carries nothing from host memory, where counts and flags live.
-        return self._device if dist.get_backend() == "nccl" else _carried_from(tensor)
-
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Collect a tensor of the same shape from every rank."""
         if sync_grads:
-            return cast("torch.Tensor", _AllGather.apply(tensor, group))  # type: ignore[no-untyped-call]
+            return cast("torch.Tensor", _AllGather.apply(tensor, group, self._device))  # type: ignore[no-untyped-call]
         with told("a gather"):
-            return _gather(tensor, group)
+            return _gather(tensor, group, self._device)
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
         """Return rank ``src``'s ``value`` on every rank; nothing is pickled."""
@@ -219,13 +216,31 @@ def _check_backend(backend: str) -> None:
             raise CollectiveError(f"torch has no process group backend {name!r} here{hint} it has: {', '.join(there)}.")
 
 
-def _carried_from(tensor: torch.Tensor) -> torch.device:
-    """Tell from where a backend takes a tensor: gloo and MPI know host memory and CUDA's, nobody else's."""
-    return tensor.device if tensor.device.type in ("cpu", "cuda", "xpu") else torch.device("cpu")
+def carrying_device(device: torch.device, group: Any, own: torch.device) -> torch.device:
+    """Return where a tensor must be for a process group to carry it.
+
+    NCCL carries nothing from host memory, where counts and flags live; gloo and MPI nothing from an XLA device.
+
+    Args:
+        device: Where the tensor is; it stays there if it can.
+        group: The process group; None for the whole world.
+        own: This rank's device, which is taken if host memory does not do either.
+
+    Raises:
+        CollectiveError: If the group carries from none of these.
+    """
+    carried = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    for there in (device, torch.device("cpu"), own):
+        if there.type in carried:
+            return there
+    raise CollectiveError(
+        f"the process group carries tensors of {' and '.join(carried)} devices only, and this rank's is {own}; give "
+        "process_group_backend one for it, such as 'cpu:gloo,cuda:nccl'."
+    )
 
 
-def _gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    here = tensor.detach().to(_carried_from(tensor)).contiguous()
+def _gather(tensor: torch.Tensor, group: Any, own: torch.device) -> torch.Tensor:
+    here = tensor.detach().to(carrying_device(tensor.device, group, own)).contiguous()
     result = here.new_empty((dist.get_world_size(group), *here.shape))
     dist.all_gather(list(result.unbind(0)), here, group=group)
     return result.to(tensor.device)
@@ -235,14 +250,14 @@ class _AllGather(torch.autograd.Function):
     """Gathers forward; backward, each rank's part gets the sum of what all ranks made of it."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return _gather(tensor, group)
+    def forward(ctx: FunctionCtx, tensor: torch.Tensor, group: Any, own: torch.device) -> torch.Tensor:
+        ctx.group, ctx.own = group, own  # type: ignore[attr-defined]
+        return _gather(tensor, group, own)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        group = ctx.group  # type: ignore[attr-defined]
-        there = _carried_from(gradients[0])
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        group, own = ctx.group, ctx.own  # type: ignore[attr-defined]
+        there = carrying_device(gradients[0].device, group, own)
         total = gradients[0].to(there, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
-        return total[dist.get_rank(group)].to(gradients[0].device), None
+        return total[dist.get_rank(group)].to(gradients[0].device), None, None
