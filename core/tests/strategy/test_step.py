@@ -1,5 +1,6 @@
 """A step means the same everywhere, and bad input gets a sentence."""
 
+import copy
 import math
 from typing import Any
 
@@ -26,7 +27,10 @@ INPUT = torch.linspace(-1, 2, 12).view(4, 3)
     ("make_loss", "message"),
     [
         (lambda module: 3.0, "the loss is of type float; give a scalar tensor"),
-        (lambda module: module(INPUT), r"the loss has shape \(4, 1\); reduce it to a scalar"),
+        (
+            lambda module: module(INPUT),
+            r"the loss has shape \(4, 1\); reduce it to a scalar, e.g. with .mean\(\), or pass gradient=, ",
+        ),
         (lambda module: module(INPUT).mean().detach(), "the loss has no gradient to follow"),
     ],
 )
@@ -34,6 +38,64 @@ def test_a_bad_loss_is_refused(make_loss: Any, message: str) -> None:
     strategy, module, _ = ready()
     with pytest.raises(InvalidOption, match=message):
         strategy.backward(make_loss(module), module)
+
+
+@pytest.mark.parametrize("gradient", [torch.ones(4), torch.ones(1, 4), torch.tensor(1.0)], ids=str)
+def test_a_gradient_of_another_shape_is_refused(gradient: torch.Tensor) -> None:
+    strategy, module, _ = ready()
+    with pytest.raises(
+        InvalidOption, match=r"gradient has shape \(.*\), and the loss has shape \(4, 1\); they must be"
+    ):
+        strategy.backward(module(INPUT), module, gradient=gradient)
+    with pytest.raises(InvalidOption, match="gradient is of type list; give a tensor"):
+        strategy.backward(module(INPUT), module, gradient=[1.0])
+
+
+@pytest.mark.parametrize("name", ["single", "ddp"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("denominator", [None, 2.0])
+def test_a_gradient_goes_backward_as_in_plain_pytorch(name: str, precision: str, denominator: float | None) -> None:
+    torch.manual_seed(0)
+    truth, weights = nn.Linear(3, 1), torch.linspace(-1e-4, 2e-4, 4).view(4, 1)
+    model = copy.deepcopy(truth)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
+            outputs = truth(INPUT)
+        outputs.backward(gradient=weights.to(outputs.dtype) / (2 * denominator if denominator else 1.0))
+    with get_strategy(name, precision=precision) as strategy:
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
+        for _ in range(2):
+            outputs = model(INPUT)
+            strategy.backward(outputs, model, gradient=weights.to(outputs.dtype), denominator=denominator)
+        assert strategy.optimizer_step(optimizer)
+        with torch.no_grad():
+            for mine, plain in zip(model.parameters(), truth.parameters(), strict=True):
+                assert plain.grad is not None
+                torch.testing.assert_close(mine, plain - plain.grad, rtol=0, atol=1e-6)  # of 3e-4
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"create_graph": True}, "takes no 'create_graph': ranks' gradients are averaged outside of any graph"),
+        ({"inputs": [torch.ones(1)]}, "takes no 'inputs': gradients of all parameters are averaged together"),
+        ({"retain_grph": True}, "has no option 'retain_grph'; did you mean 'retain_graph'"),
+    ],
+    ids=str,
+)
+def test_what_tensors_take_and_an_engine_does_not_is_refused(keywords: dict[str, Any], message: str) -> None:
+    with get_strategy("ddp") as strategy:
+        module = strategy.setup_module(nn.Linear(3, 1))
+        with pytest.raises(InvalidOption, match=f"backward of strategy 'ddp' {message}"):
+            strategy.backward(module(INPUT).mean(), module, **keywords)
+        strategy.backward(module(INPUT).mean(), module, retain_graph=None, create_graph=False, inputs=None)
+
+
+def test_single_takes_what_tensors_take() -> None:
+    strategy, module, _ = ready()
+    strategy.backward(module(INPUT).square().mean(), module, create_graph=True, inputs=[module.weight])
+    assert module.weight.grad.requires_grad
+    assert module.bias.grad is None
 
 
 def test_clipping_ends_accumulation() -> None:

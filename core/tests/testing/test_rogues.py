@@ -48,6 +48,7 @@ ROGUES = {
     # what a gradient means
     "summed": Fault("averages_gradients", ("training",)),
     "rescaled": Fault("micro_batches_add_up", _ADDING),
+    "ignores_gradient": Fault("backward_takes_a_gradient", _ADDING),
     "loses_deferred": Fault("deferring_changes_nothing", _ADDING),
     "defers_nothing": Fault("deferring_saves_traffic", _ADDING),
     "ignores_denominator": Fault("denominator_gives_the_global_mean", _ADDING),

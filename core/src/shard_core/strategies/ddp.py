@@ -138,7 +138,7 @@ class DDPStrategy(TorchEngine, Strategy):
                     "setup returned, whose every forward has had its backward; call that module, not a method of "
                     "unwrap(module), or give the earlier backward retain_graph=True if both losses are of one forward."
                 )
-            passes.forwards -= not _retains_graph(**kwargs)
+            passes.forwards -= not kwargs.get("retain_graph")
         super().engine_backward(loss, module, **kwargs)
         # The loss may have come through several modules.
         for wrapped, passes in self._passes.items():
@@ -204,12 +204,6 @@ def _arguments(config: DDPConfig) -> dict[str, Any]:
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers")
     return arguments
-
-
-def _retains_graph(*, retain_graph: bool | None = None, create_graph: bool = False, **others: Any) -> bool:
-    """Tell whether another backward may follow, of what is passed to ``Tensor.backward``."""
-    del others
-    return create_graph if retain_graph is None else retain_graph
 
 
 @torch.no_grad()

@@ -56,6 +56,9 @@ class Engine(abc.ABC):
     #: and saved as they are.
     engine_keeps_torch_tensors: ClassVar[bool] = False
 
+    #: Keywords of ``Tensor.backward`` that ``engine_backward`` honours; others are refused by name.
+    engine_backward_keywords: ClassVar[Sequence[str]] = ("gradient", "retain_graph")
+
     def engine_precision(self, precision: Precision) -> Precision:
         """Choose the part that says which dtype where; by default the one made from the argument ``precision``.
 
@@ -155,7 +158,7 @@ class Engine(abc.ABC):
         """Run one backward; gradients add up, averaged over data-parallel ranks.
 
         Args:
-            loss: A scalar.
+            loss: A scalar, or another tensor with its ``gradient`` among ``kwargs``.
             module: What ``engine_setup`` returned.
             kwargs: What the user passed through, for ``Tensor.backward``.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +11,19 @@ import torch
 from shard_core.capability import Capability
 from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
 from shard_core.gradients import clip_norm, clip_values, total_norm
+from shard_core.options import check_names
 from shard_core.strategy.building import Building
 
 if TYPE_CHECKING:
     from shard_core.strategy.registry import SetUpModule
+
+#: Keywords of ``Tensor.backward`` that only some engines honour, and what to do under the others.
+_NOT_EVERYWHERE = {
+    "create_graph": "ranks' gradients are averaged outside of any graph; for second derivatives call "
+    "torch.autograd.grad(..., create_graph=True) and add what you make of them to the loss",
+    "inputs": "gradients of all parameters are averaged together; torch.autograd.grad gives those of activations, and "
+    "requires_grad_(False) before setup leaves parameters out",
+}
 
 
 class Stepping(Building):
@@ -51,14 +60,23 @@ class Stepping(Building):
         denominator the loss is a sum, and the gradients become those of
         ``sum of losses / sum of denominators`` over all ranks and all calls since the last step.
 
+        A tensor that is no scalar, such as what one stage of a pipeline handed to the next, takes the
+        ``gradient`` that the next one has by it, as ``Tensor.backward`` does: that is a backward of
+        ``(loss * gradient).sum()``.
+
         Args:
-            loss: A scalar; the mean over this rank's samples, or their sum with a denominator.
+            loss: A scalar; the mean over this rank's samples, or their sum with a denominator. Or any
+                tensor, with its ``gradient``.
             module: What setup returned.
             denominator: What the loss sums over on this rank, e.g. a number of tokens.
-            kwargs: Passed to ``Tensor.backward``.
+            kwargs: Passed to ``Tensor.backward``: ``gradient``, of the tensor's shape, and ``retain_graph``.
+
+        Raises:
+            InvalidOption: If the loss or a keyword is not one to go backward with.
         """
         known = self._registry.of(module)
-        _check_loss(loss)
+        self._check_keywords(kwargs)
+        _check_loss(loss, kwargs.get("gradient"))
         if denominator is not None:
             self._require(Capability.DENOMINATOR)
         for name, parameter in known.frozen.items():
@@ -175,6 +193,15 @@ class Stepping(Building):
         known.optimizers[optimizer].reset()
         return True
 
+    def _check_keywords(self, keywords: Mapping[str, Any]) -> None:
+        """Refuse what the engine does not honour, but not its default."""
+        asked = {
+            name: value
+            for name, value in keywords.items()
+            if name not in _NOT_EVERYWHERE or not (value is None or value is False)
+        }
+        check_names(f"backward of strategy {self.info.name!r}", asked, self.engine_backward_keywords, _NOT_EVERYWHERE)
+
     @contextlib.contextmanager
     def _deferring(self, known: SetUpModule) -> Iterator[None]:
         known.deferring = True
@@ -198,11 +225,22 @@ class Stepping(Building):
         )
 
 
-def _check_loss(loss: object) -> None:
+def _check_loss(loss: object, gradient: object) -> None:
     if not isinstance(loss, torch.Tensor):
         raise InvalidOption(f"the loss is of type {type(loss).__name__}; give a scalar tensor.")
-    if loss.numel() != 1:
-        raise InvalidOption(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, e.g. with .mean().")
+    if gradient is None and loss.numel() != 1:
+        raise InvalidOption(
+            f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, e.g. with .mean(), or pass gradient=, "
+            "what a later computation's gradient by it is."
+        )
+    if gradient is not None:
+        if not isinstance(gradient, torch.Tensor):
+            raise InvalidOption(f"gradient is of type {type(gradient).__name__}; give a tensor of the loss's shape.")
+        if gradient.shape != loss.shape:
+            raise InvalidOption(
+                f"gradient has shape {tuple(gradient.shape)}, and the loss has shape {tuple(loss.shape)}; they must be "
+                "the same."
+            )
     if not loss.requires_grad:
         raise InvalidOption(
             "the loss has no gradient to follow; compute it from the module's output outside torch.no_grad()."

@@ -51,6 +51,7 @@ FACTORIES = {
     **_at("building", "unshared_data", "uneven_data"),
     **_at("stepping", "summed", "rescaled", "fills_missing_gradients", "loses_deferred", "defers_nothing"),
     **_at("stepping", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),
+    **_at("stepping", "ignores_gradient"),
     **_at("stepping", "ignores_clip_value", "passes_non_finite", "scaled_norm", "resets_learning_rate"),
     **_at(
         "stepping",

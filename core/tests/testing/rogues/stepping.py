@@ -36,6 +36,13 @@ class Rescaled(Rogue):
         return self.inner.optimizer_step(optimizer, closure, **more)
 
 
+class IgnoresGradient(Rogue):
+    """Takes a gradient and reduces the tensor instead."""
+
+    def backward(self, loss: torch.Tensor, module: Any, *, gradient: Any = None, **more: Any) -> None:
+        self.inner.backward(loss if gradient is None else loss.mean(), module, **more)
+
+
 class FillsMissingGradients(Rogue):
     """Gives parameters without a gradient one of zeros, so that they decay."""
 

@@ -39,6 +39,16 @@ class Accumulation(Suite):
         for steps in ranks.run(accumulated):
             _assert_same_steps(steps, _gradients_of_large_batches())
 
+    @promise(after=("averages_gradients", "micro_batches_add_up"), every_size=False)
+    def test_backward_takes_a_gradient(self, ranks: Ranks) -> None:
+        """A tensor that is no scalar goes backward with ``gradient=``, a later stage's by it, as in plain PyTorch.
+
+        Usual cause:
+            The keyword is dropped and the tensor reduced, or gradients of such a backward are not averaged.
+        """
+        for steps in ranks.run(weighed):
+            _assert_same_steps(steps, _gradients_of_weighed_batches())
+
     @promise(needs=Capability.DEFER_SYNC, after=("averages_gradients", "micro_batches_add_up"))
     def test_deferring_changes_nothing(self, ranks: Ranks) -> None:
         """Leaving gradients on their rank for all but the last micro-batch gives the same gradient.
@@ -103,6 +113,28 @@ def _gradients_of_large_batches() -> list[dict[str, torch.Tensor]]:
 
 
 @functools.cache
+def _gradients_of_weighed_batches() -> list[dict[str, torch.Tensor]]:
+    """Take the same backwards in plain PyTorch."""
+    torch.manual_seed(0)
+    model = models.make(_MODEL)
+    optimizer = descent.make_optimizer(model)
+    steps = []
+    for micro_batches in _batches():
+        for batch in micro_batches:
+            model(*batch, reduction="none").backward(gradient=_weights(batch))
+        steps.append(descent.gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def _weights(batch: tuple[Any, ...]) -> torch.Tensor:
+    """Draw what a later stage would have made of the losses of a batch, small as for a mean."""
+    targets: torch.Tensor = batch[1]
+    return torch.randn(targets.shape, generator=torch.Generator().manual_seed(1)) / targets.numel()
+
+
+@functools.cache
 def _gradients_of_ragged_batches(data_ranks: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = models.make(_MODEL)
@@ -129,6 +161,21 @@ def accumulated(subject: Subject) -> list[dict[str, torch.Tensor]]:
     """Accumulate over micro-batches and return the gradient of each step."""
     with subject.strategy() as strategy:
         return _steps(strategy, defer=None)
+
+
+def weighed(subject: Subject) -> list[dict[str, torch.Tensor]]:
+    """Accumulate over backwards from each sample's losses and return the gradient of each step."""
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, _MODEL, descent.make_optimizer)
+        data_ranks = strategy.distributed_sampler_kwargs["num_replicas"]
+        steps = []
+        for micro_batches in _batches():
+            for batch in micro_batches:
+                *mine, weights = models.share_of(strategy, (*batch, _weights(batch)))
+                losses = model(*mine, reduction="none")
+                strategy.backward(losses, model, gradient=weights * data_ranks)  # ranks average
+            steps.append(descent.take_step(strategy, model, optimizer))
+        return steps
 
 
 def deferred(subject: Subject) -> list[dict[str, torch.Tensor]]:
