@@ -200,7 +200,9 @@ class Stepping(Building):
             for name, value in keywords.items()
             if name not in _NOT_EVERYWHERE or not (value is None or value is False)
         }
-        check_names(f"backward of strategy {self.info.name!r}", asked, self.engine_backward_keywords, _NOT_EVERYWHERE)
+        check_names(
+            f"backward of strategy {self.info.name!r}", asked, type(self).engine_backward_keywords, _NOT_EVERYWHERE
+        )
 
     @contextlib.contextmanager
     def _deferring(self, known: SetUpModule) -> Iterator[None]:
