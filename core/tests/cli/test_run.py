@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -83,3 +84,27 @@ def test_help_shows_torchruns_options_and_ours():
     assert done.returncode == 0
     assert "--rdzv-backend" in done.stdout
     assert "--strategy NAME" in done.stdout
+
+
+def test_ranks_that_are_restarted_meet_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "from shard_core import get_strategy\n"
+        "with get_strategy('ddp', accelerator='cpu') as strategy:\n"
+        "    told = strategy.collectives.gather_objects(strategy.global_rank)\n"
+        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        sys.exit(7)\n"
+        "    if strategy.is_global_zero:\n"
+        "        sys.stdout.write(f'{told} over {os.environ[\"MASTER_ADDR\"]}\\n')\n"
+    )
+    done = shard_run("--nproc-per-node", 2, "--max-restarts", 1, "--monitor-interval", "0.1", script)
+    assert (done.returncode, done.stdout) == (0, "[0, 1] over 127.0.0.1\n"), done.stderr
+
+
+def test_a_port_of_the_users_choice_is_taken(script):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    done = shard_run("--master-port", port, script)
+    assert done.returncode == 0, done.stderr
+    assert f"on port {port} " in done.stdout
