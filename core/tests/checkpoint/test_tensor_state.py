@@ -60,6 +60,18 @@ def test_frozen_parameters_and_persistent_buffers_are_kept_and_others_are_not(tm
     assert not other.frozen.requires_grad
 
 
+def test_ranks_write_parameters_in_turn_and_rank_zero_writes_all_buffers():
+    module = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(3)))
+    parameters = {f"model.{name}" for name, _ in module.named_parameters()}
+    written = []
+    for rank in range(3):
+        shards = TensorState({"model": module}, {}, rank=rank, world_size=3).shards()
+        written.append({shard.key for shard in shards if shard.write})
+    assert all(keys & parameters for keys in written)
+    assert [len(keys - parameters) for keys in written] == [9, 0, 0]
+    assert set.union(*written) == {shard.key for shard in shards}
+
+
 def test_wrappers_leave_no_trace_in_names():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

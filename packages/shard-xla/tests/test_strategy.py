@@ -89,7 +89,13 @@ def test_units_train_like_plain_pytorch(worlds: Any, make: Any, chosen: dict[str
     assert_like_plain(worlds(2, HASTY).run(train, make, options(**chosen), timeout=240), make, units)
 
 
-@pytest.mark.parametrize(("make", "chosen", "units"), UNITS)
+def with_nothing() -> nn.Module:
+    model = Blocks()
+    model.nothing = nn.Parameter(torch.empty(0, 3))
+    return model
+
+
+@pytest.mark.parametrize(("make", "chosen", "units"), [*UNITS, (with_nothing, {"auto_wrap_policy": {Block}}, 4)])
 def test_spread_units_train_like_plain_pytorch(worlds: Any, make: Any, chosen: dict[str, Any], units: int) -> None:
     told = {"name": "xla_spmd", "accelerator": "xla", **chosen}
     assert_like_plain(worlds(1, spread_over(4)).run(train, make, told, timeout=240), make, units)
