@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rogues.rogue import Rogue
 from shard_core.data import ShardedLoader
 from shard_core.errors import MissingCapability
-from shard_core.plugins import StrategyInfo
+
+if TYPE_CHECKING:
+    from shard_core.plugins import StrategyInfo
 
 
 class DropsTheOptimizer(Rogue):

@@ -230,7 +230,9 @@ class DistanceEstimate(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Estimate and descend; a closure is not evaluated."""
+        """Estimate and descend."""
+        if closure is not None:
+            raise TypeError("no closure is needed here.")
         for group in self.param_groups:
             ready = [parameter for parameter in group["params"] if parameter.grad is not None]
             along = sum(float((parameter * parameter.grad).sum()) for parameter in ready)
