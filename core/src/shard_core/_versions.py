@@ -1,6 +1,6 @@
-"""Private names of torch that this distribution leans on, with the versions they were checked on and when they can go.
+"""Private names that this distribution leans on, with the versions they were checked on and when they can go.
 
-All of them are there, and the same, in torch 2.9.0.
+All of torch's are there, and the same, in torch 2.9.0.
 
 ``FakeTensorMode`` and what belongs to it: tensors that have a shape, a dtype and a CPU device but no values. Checked on
 torch 2.13.0. They can go when torch documents fake tensors; the ``meta`` device is no substitute, since libraries skip
@@ -45,6 +45,10 @@ consist of, two of them private. They are never imported; a pickle that names ot
 optimizers are kept from collectives and from endless work while they are tried out. Checked on torch 2.13.0. It can go
 when torch documents it; ``TorchFunctionMode`` sees no collectives.
 
+``IterableDataset._distributed`` of Hugging Face's ``datasets``: over how many ranks ``split_dataset_by_node`` has split
+a stream. Nothing is imported for it. Checked on datasets 5.2.0. It can go when a dataset says so in public; without
+it, users pass ``shard_stream=False``.
+
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch tells it in public.
 """
@@ -84,6 +88,7 @@ __all__ = [
     "identity",
     "in_backward",
     "is_compiled",
+    "is_split_over_ranks",
     "replaced_trunc_normal",
     "unset_fake_temporarily",
     "version_of",
@@ -157,6 +162,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
         or hasattr(part.forward, "_torchdynamo_orig_callable")
         for name, part in module.named_modules()
     )
+
+
+def is_split_over_ranks(dataset: object) -> bool:
+    """Return whether a library has given an iterable dataset one rank's share of its data."""
+    return bool(getattr(getattr(dataset, "_distributed", None), "world_size", 1) != 1)
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

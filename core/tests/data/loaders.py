@@ -66,9 +66,32 @@ class Lengths(Sampler):
 
 
 class Stream(IterableDataset):
+    """Gives every rank everything, unless ``apart`` says how far each rank's first sample is from the last rank's."""
+
+    def __init__(self, length=6, *, apart=0):
+        self.length, self.apart = length, apart
+
     def __iter__(self):
-        start = 100 * dist.get_rank() if dist.is_initialized() else 0
-        return iter(range(start, start + 6))
+        start = self.apart * dist.get_rank() if dist.is_initialized() else 0
+        return iter(range(start, start + self.length))
+
+
+class StreamWithState(Stream):
+    """Goes on where it was left."""
+
+    position = 0
+
+    def __iter__(self):
+        for sample in itertools.islice(super().__iter__(), self.position, None):
+            self.position += 1
+            yield sample
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
 
 
 def plain(length, **options):

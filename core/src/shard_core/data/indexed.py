@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from shard_core.data.order import order_of, seed_of
 from shard_core.data.sampler import ResumableSampler
+from shard_core.data.sharing import agreed
 from shard_core.errors import CheckpointMismatch, InvalidOption
 from shard_core.randomness import derived_seed
 
@@ -135,22 +136,14 @@ def _agreed_seed(
 ) -> tuple[int, bool]:
     """Make sure that all ranks hold the same loader; return rank 0's seed."""
     mine = {
+        "dataset": "one with indices",
         "samples": length,
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         "sampler": type(loader.sampler).__name__,
         "split_batches": split_batches,
     }
-    facts = coordinator.gather_objects((mine, seed_of(loader)))
-    first, seed = facts[0]
-    for rank, (theirs, _) in enumerate(facts):
-        for name, value in theirs.items():
-            if value != first[name]:
-                raise InvalidOption(
-                    f"ranks were given different data: {name} is {value!r} on rank {rank} and {first[name]!r} on rank "
-                    "0; build the same loader over all the data on every rank."
-                )
-    return seed
+    return agreed(mine, seed_of(loader), coordinator)
 
 
 def _global_batch(loader: DataLoader[Any], world_size: int, split_batches: bool) -> int:

@@ -28,8 +28,15 @@ class ShardedLoader:
     Each ``iter`` is the next epoch. One that was left early, or saved and loaded, goes on with the next
     unseen sample; ``set_epoch(loader.epoch + 1)`` begins afresh instead. All ranks iterate together.
 
-    An ``IterableDataset`` passes through as it is: it must give each rank its own share, and its position can
-    be saved only if it, or the loader, has a ``state_dict``.
+    An ``IterableDataset`` is shared by whole batches: every rank reads all of it and is handed batch n if it is data
+    rank n modulo their number. A last round that has no batch for every rank is left out on all, and logged once. One
+    that gives each rank its own share passes through as it is. Which of the two it is ``shard_stream`` says; else
+    the ranks compare their first batch. If it is alike everywhere the stream is shared. If it differs it must bear
+    the mark of a library that has split it, or come from a loader with a ``state_dict``; anything else is an error.
+    The length is known from then on. A stream that was left early begins afresh, or where its ``state_dict`` says.
+
+    The position of a stream can be saved if it has a ``state_dict`` and no worker processes, or the loader has one.
+    A shared one resumes at every world size, one that gives each rank its share at its own.
 
     Args:
         loader: The user's loader over all data, alike on every rank.
@@ -38,10 +45,14 @@ class ShardedLoader:
         coordinator: What all ranks agree through; building and iterating exchange a message.
         transfer: Brings a batch to this rank's device.
         split_batches: Whether the loader's batch size is that of all ranks together, not of one.
+        shard_stream: For an ``IterableDataset``: whether to share its batches among ranks, since every rank's loader
+            gives all of them in the same order; False if each rank's gives that rank's own share.
 
     Raises:
         InvalidOption: If this is no ``DataLoader``, ranks were given different ones, its sampler splits the data
-            for other ranks, or its batches are to be split and do not divide.
+            for other ranks, its batches are to be split and do not divide, or ``shard_stream`` is given for a dataset
+            with indices. Iterating raises it if nothing says whether a stream is to be shared, or if one that is
+            shared has not as many batches on every rank.
     """
 
     def __init__(
@@ -53,19 +64,26 @@ class ShardedLoader:
         coordinator: Collectives,
         transfer: Callable[[Any], Any],
         split_batches: bool = False,
+        shard_stream: bool | None = None,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise InvalidOption(
                 f"process_dataloader takes a torch DataLoader, not {type(loader).__name__}; other iterables can "
                 "be used as they are, with batch_to_device."
             )
+        if not (shard_stream is None or isinstance(shard_stream, bool)):
+            raise InvalidOption(f"shard_stream is {shard_stream!r}; give True, False, or None to find out.")
         self._transfer = transfer
         self._feed: IndexedFeed | StreamFeed
+        ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "coordinator": coordinator}
         if isinstance(loader.dataset, IterableDataset):
-            self._feed = StreamFeed(loader, coordinator=coordinator, split_batches=split_batches)
+            self._feed = StreamFeed(loader, **ranks, split_batches=split_batches, shard_stream=shard_stream)
+        elif shard_stream is None:
+            self._feed = IndexedFeed(loader, **ranks, split_batches=split_batches)
         else:
-            self._feed = IndexedFeed(
-                loader, rank=rank, world_size=world_size, coordinator=coordinator, split_batches=split_batches
+            raise InvalidOption(
+                f"shard_stream is for an IterableDataset, and {type(loader.dataset).__name__} has indices: its samples "
+                "are shared out always; leave shard_stream out."
             )
 
     @property
@@ -95,14 +113,19 @@ class ShardedLoader:
             yield self._transfer(batch)
 
     def __len__(self) -> int:
-        """Count this rank's batches in a whole epoch; every rank has as many."""
+        """Count this rank's batches in a whole epoch; every rank has as many.
+
+        Raises:
+            TypeError: If a stream has no length, or its first batch is yet to show whether it is shared.
+        """
         return len(self._feed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of what was handed out so far; every rank calls this.
 
         Returns:
-            JSON values, the same on every rank and good for any world size.
+            JSON values, the same on every rank and good for any world size; of a stream that gives each rank its own
+            share, for as many ranks as now.
 
         Raises:
             CheckpointError: If the position is unknown.

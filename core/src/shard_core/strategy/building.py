@@ -122,19 +122,26 @@ class Building(Starting):
         return optimizer
 
     def process_dataloader(
-        self, loader: torch.utils.data.DataLoader[Any], *, split_batches: bool = False
+        self,
+        loader: torch.utils.data.DataLoader[Any],
+        *,
+        split_batches: bool = False,
+        shard_stream: bool | None = None,
     ) -> ShardedLoader:
         """Let each data-parallel rank see its share of the data, on its device.
 
         Args:
             loader: A loader over all data; its batch size is that of one rank.
             split_batches: Read the loader's batch size as that of all ranks together.
+            shard_stream: For an ``IterableDataset``: True shares its batches among ranks, False passes each rank's
+                own share through, None finds out with the first batch.
 
         Returns:
             An iterable of this rank's batches whose position can be saved and restored.
 
         Raises:
-            InvalidOption: If batches are to be split and do not divide.
+            InvalidOption: If batches are to be split and do not divide, or ``shard_stream`` is given for a dataset
+                with indices.
         """
         self.setup_environment()
         self.collectives.barrier("process_dataloader")
@@ -145,6 +152,7 @@ class Building(Starting):
             coordinator=self.collectives,
             transfer=self.batch_to_device,
             split_batches=split_batches,
+            shard_stream=shard_stream,
         )
 
     def batch_to_device(self, batch: T) -> T:
