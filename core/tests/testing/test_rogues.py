@@ -95,6 +95,8 @@ ROGUES = {
     "runs_anew": Fault("same_seed_same_run", _STARTING),
     # who sees what
     "unshared_data": Fault("samples_are_shared_out", _STARTING),
+    "unshared_streams": Fault("streams_are_shared_by_batches", _STARTING),
+    "reads_ahead": Fault("streams_go_on_at_any_world_size", _STARTING, (1, 2)),
     "uneven_data": Fault("ranks_take_equally_many_steps", _STARTING),
     # how ranks talk
     "max_is_sum": Fault("all_reduce_has_its_operations", ("collectives",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,39 @@ class UnsharedData(Rogue):
         inner, talk = self.inner, self.inner.collectives
         place = {"rank": 0, "world_size": inner.world_size}
         return ShardedLoader(loader, **place, coordinator=talk, transfer=inner.batch_to_device, **more)
+
+
+class UnsharedStreams(Rogue):
+    """Hands every rank all of a stream."""
+
+    def process_dataloader(self, loader: Any, **more: Any) -> Any:
+        if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            more["shard_stream"] = False
+        return self.inner.process_dataloader(loader, **more)
+
+
+class ReadsAhead(Rogue):
+    """Saves the position of a stream behind a batch that was read ahead."""
+
+    def process_dataloader(self, loader: Any, **more: Any) -> Any:
+        ready = self.inner.process_dataloader(loader, **more)
+        return _Ahead(ready) if isinstance(loader.dataset, torch.utils.data.IterableDataset) else ready
+
+
+class _Ahead:
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        ahead = list(itertools.islice(batches, 1))
+        for following in batches:
+            yield ahead.pop()
+            ahead.append(following)
+        yield from ahead
 
 
 class UnevenData(Rogue):

@@ -48,7 +48,7 @@ FACTORIES = {
     **_at("building", "drops_the_optimizer", "forgets_state", "copies_optimizers", "levels_groups", "breaks_ties"),
     **_at("building", "thaws", "forgets_buffers", "never_trains", "one_optimizer_steps"),
     **_at("building", "refuses_by_name"),
-    **_at("building", "unshared_data", "uneven_data"),
+    **_at("building", "unshared_data", "unshared_streams", "reads_ahead", "uneven_data"),
     **_at("stepping", "summed", "rescaled", "fills_missing_gradients", "loses_deferred", "defers_nothing"),
     **_at("stepping", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),
     **_at("stepping", "ignores_gradient"),

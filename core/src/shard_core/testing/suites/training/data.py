@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
     from shard_core.testing.subject import Ranks, Subject
 
 _SAMPLES = 23
@@ -20,6 +24,9 @@ _SAMPLES = 23
 
 _BATCH = 4
 _EPOCHS = 2
+
+_STREAMED = [list(range(start, min(start + _BATCH, 50))) for start in range(0, 50, _BATCH)]
+"""The batches of a stream: a prime number, the last of them smaller."""
 
 Epochs = list[list[list[int]]]
 """The samples one rank saw, by epoch and step."""
@@ -73,6 +80,83 @@ class Data(Suite):
             missing = set(range(_SAMPLES)) - set(seen)
             assert seen.total() == wanted, f"{seen.total()} samples are seen in epoch {epoch}, not {wanted}"
             assert len(missing) == max(0, _SAMPLES - wanted), f"nobody sees samples {sorted(missing)} in epoch {epoch}"
+
+    @promise(after=("ranks_take_equally_many_steps",))
+    def test_streams_are_shared_by_batches(self, ranks: Ranks) -> None:
+        """Batch n of a stream that all ranks read goes to data rank n modulo their number, an incomplete round to none.
+
+        Usual cause:
+            A stream is handed on as it is, so that every rank trains on all of it; or a share is taken by the rank
+            in the world instead of the data rank.
+        """
+        for rank, (data_rank, replicas, epochs) in enumerate(ranks.run(stream)):
+            wanted = _share(_STREAMED, data_rank, replicas)
+            assert epochs == [wanted] * _EPOCHS, (
+                f"rank {rank}, data rank {data_rank} of {replicas}, gets the batches {epochs} of {_EPOCHS} epochs of a "
+                f"stream, not {wanted} of each"
+            )
+
+    @promise(after=("streams_are_shared_by_batches", "plain_values_come_back"))
+    def test_streams_go_on_at_any_world_size(
+        self, ranks: Ranks, ranks_of: Callable[..., Ranks], tmp_path: Path
+    ) -> None:
+        """A stream with a ``state_dict`` that ranks share goes on at the next unseen batch, on any number of ranks.
+
+        Usual cause:
+            The position is a rank's own, or that of batches which were read ahead and given to nobody.
+        """
+        seen = 2 * ranks.run(saves_stream, tmp_path, 2)[0]
+        for size in self.sizes():
+            for rank, (data_rank, replicas, (batches,)) in enumerate(ranks_of(size).run(stream, tmp_path)):
+                wanted = _share(_STREAMED[seen:], data_rank, replicas)
+                assert batches == wanted, (
+                    f"saved at {ranks.size} ranks after {seen} batches, the stream goes on at {size} with {batches} on "
+                    f"rank {rank}, not with {wanted}"
+                )
+
+
+def _share(batches: list[list[int]], data_rank: int, replicas: int) -> list[list[int]]:
+    return batches[data_rank : len(batches) // replicas * replicas : replicas]
+
+
+class _Stream(IterableDataset[int]):
+    """Gives every rank everything, and goes on where it was left."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for sample in range(self.position, _STREAMED[-1][-1] + 1):
+            self.position += 1
+            yield sample
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def stream(subject: Subject, path: Path | None = None) -> tuple[int, int, Epochs]:
+    """Return the data rank, how many there are, and what comes out of a stream, from a saved position on."""
+    with subject.strategy() as strategy:
+        loader = strategy.process_dataloader(DataLoader(_Stream(), batch_size=_BATCH))
+        if path is not None:
+            strategy.load_checkpoint(path, {"data": loader})
+        epochs = [[batch.tolist() for batch in loader] for _ in range(_EPOCHS if path is None else 1)]
+        data = strategy.distributed_sampler_kwargs
+        return data["rank"], data["num_replicas"], epochs
+
+
+def saves_stream(subject: Subject, path: Path, steps: int) -> int:
+    """Save the position in a stream after some steps; return how many data ranks there are."""
+    with subject.strategy() as strategy:
+        loader = strategy.process_dataloader(DataLoader(_Stream(), batch_size=_BATCH))
+        for _ in itertools.islice(loader, steps):
+            pass
+        strategy.save_checkpoint(path, {"data": loader})
+        return strategy.distributed_sampler_kwargs["num_replicas"]
 
 
 def read(subject: Subject, drop_last: bool) -> tuple[int, int, int, Epochs]:
