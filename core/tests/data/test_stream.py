@@ -7,6 +7,7 @@ import logging
 import random
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -238,6 +239,21 @@ class _OneMore(_Longer):
 def test_streams_that_end_apart_are_refused(worlds):
     with pytest.raises(RankFailed, match=r"it gave them \[2, 3\] batches in epoch 0; .* pass shard_stream=False"):
         worlds(2).run(batches_of, whole, {"dataset": _OneMore, "length": 4}, {})
+
+
+class _MuchLonger(_Longer):
+    extra = 4
+
+
+def test_a_rank_that_goes_on_alone_is_named(worlds):
+    with pytest.raises(RankFailed, match=r"in 'the end of epoch 0 of an IterableDataset that ranks share' for rank 1"):
+        worlds(2).run(_reduces_in_each_step)
+
+
+def _reduces_in_each_step():
+    with get_strategy("ddp", accelerator="cpu", guard_timeout=timedelta(seconds=3)) as strategy:
+        for batch in strategy.process_dataloader(whole(_MuchLonger, 4)):
+            strategy.all_reduce(batch.float())
 
 
 @pytest.mark.parametrize(
