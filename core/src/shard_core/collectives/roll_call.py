@@ -47,12 +47,23 @@ class RollCall:
         self._calls += 1
         call = f"roll-call/{self._calls}"
         self._store.set(f"roll-call/at/{self._rank}", f"{self._calls} {name}")
+        first = self._store.compare_set(f"{call}/name", "", name).decode()
+        if _call_of(first) != _call_of(name):
+            apart = (
+                f"rank {self._rank} is in {name!r} where another rank is in {first!r}; every rank must make the same "
+                "calls in the same order, so look for one that stands under `if rank == 0`."
+            )
+            self._store.set(f"{call}/complete", apart)
+            raise CollectiveError(apart)
         if self._store.add(f"{call}/count", 1) == self._world_size:
             self._store.set(f"{call}/complete", "")
         try:
             self._store.wait([f"{call}/complete"], self._timeout)
         except dist.DistStoreError as error:
             raise self._absence(name) from error
+        apart = self._store.get(f"{call}/complete").decode()
+        if apart:
+            raise CollectiveError(apart)
 
     def _absence(self, name: str) -> CollectiveError:
         seen: dict[int, tuple[int, str]] = {}
@@ -73,6 +84,11 @@ class RollCall:
             f"rank {self._rank} waited {self._timeout.total_seconds():g} s in {name!r} for {named}; every rank "
             "must make this call, so look there for a crash, a hang, or a call under `if rank == 0`."
         )
+
+
+def _call_of(name: str) -> str:
+    """Return what must be the same on every rank: the call, not the path or the module it is about."""
+    return name.replace(",", " ").partition(" ")[0]
 
 
 def shared_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -19,6 +19,7 @@ from shard_core.randomness import part_ways, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.entry import ForwardOnly
 from shard_core.strategy.forward import ForwardPrecision
+from shard_core.strategy.pretrained import PretrainedSaves
 from shard_core.strategy.registry import SetUpModule
 from shard_core.strategy.starting import Starting
 
@@ -190,7 +191,7 @@ class Building(Starting):
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
-        shapes = _shapes(module)
+        shapes, pretrained = _shapes(module), PretrainedSaves(module)
         called = self.engine_setup(module, optimizers, names)
         check_hooks_kept(names, module)
         sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
@@ -198,6 +199,11 @@ class Building(Starting):
         if len(self._registry) == 0:
             part_ways(self.distributed_sampler_kwargs["rank"])
             self.engine_seed(torch.initial_seed())
+        # One process may still hold them in a form, or on a device, that nobody but the engine reads.
+        spread = sharded or (self.world_size == 1 and not self.engine_keeps_torch_tensors)
+        pretrained.install(
+            self.info.name, lambda: self.engine_state({"model": module}, {}), self.collectives, spread=spread
+        )
         any_entry = Capability.ENTRY_METHODS in self.info.capabilities
         frozen = {plain_name(name): each for name, each in module.named_parameters() if not each.requires_grad}
         self._registry.add(
@@ -206,6 +212,7 @@ class Building(Starting):
                 callable=called,
                 names=names,
                 forward=ForwardPrecision(called, self.precision, self.root_device.type),
+                pretrained=pretrained,
                 entry=None if any_entry else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
                 frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,

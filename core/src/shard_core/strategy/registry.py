@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shard_core.strategy.accumulation import Accumulation
     from shard_core.strategy.entry import ForwardOnly
     from shard_core.strategy.forward import ForwardPrecision
+    from shard_core.strategy.pretrained import PretrainedSaves
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -26,6 +27,7 @@ class SetUpModule:
         callable: What the user calls: the same, or the engine's wrapper.
         names: The names its parameters had before setup.
         forward: Its forward's precision.
+        pretrained: What stands in front of its ``save_pretrained``.
         entry: What holds users to its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
         frozen: Parameters that must stay frozen because they were at setup, by name.
@@ -38,6 +40,7 @@ class SetUpModule:
     callable: nn.Module
     names: ParameterNames
     forward: ForwardPrecision
+    pretrained: PretrainedSaves
     entry: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
@@ -133,6 +136,7 @@ class Registry:
         """Forget all modules and give them their plain forwards back."""
         for known in self._modules:
             known.forward.remove()
+            known.pretrained.remove()
             if known.entry is not None:
                 known.entry.remove()
         self._modules.clear()

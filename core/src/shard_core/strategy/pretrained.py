@@ -1,0 +1,139 @@
+"""``save_pretrained`` of a module that was set up: rank 0 writes, and what it writes are whole tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shard_core.checkpoint.agreement import together
+from shard_core.checkpoint.assembly import full_tensors
+from shard_core.errors import CollectiveError
+from shard_core.parameters import plain_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from shard_core.checkpoint.state import TrainingState
+    from shard_core.collectives.interface import Collectives
+
+#: How modules of transformers, diffusers, PEFT and others are written; recognised by its name alone.
+METHOD = "save_pretrained"
+
+
+class PretrainedSaves:
+    """Stands in front of ``save_pretrained`` of a module and of those inside it.
+
+    Rank 0 alone writes. Where it does not hold the weights whole, every rank must call; they are gathered, and all
+    that the method reads through ``state_dict`` is whole.
+
+    Args:
+        module: The user's, before setup has changed it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._kind = type(module).__name__  # engines may exchange the class
+        self._prefixes = {part: f"{plain_name(name)}." if name else "" for name, part in module.named_modules()}
+        self._methods: dict[torch.nn.Module, _Method] = {}
+        self._writing = False
+
+    def install(
+        self, strategy: str, state: Callable[[], TrainingState], collectives: Collectives, *, spread: bool
+    ) -> None:
+        """Take the place of the methods.
+
+        Args:
+            strategy: The strategy's name, for messages.
+            state: Describes which parts of the module live on this rank.
+            collectives: What ranks talk through.
+            spread: Whether a rank's tensors are not the whole ones.
+        """
+        self._strategy, self._state, self._collectives, self._spread = strategy, state, collectives, spread
+        for part in self._prefixes:
+            if callable(getattr(type(part), METHOD, None)) and METHOD not in vars(part):
+                self._methods[part] = vars(part)[METHOD] = _Method(part, self._save)
+
+    def remove(self) -> None:
+        """Leave the methods to their classes again."""
+        for part in self._methods:
+            vars(part).pop(METHOD, None)
+        self._methods.clear()
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        asked = {**inspect.signature(original).bind(*args, **kwargs).arguments, **kwargs}
+        is_writer = self._collectives.rank == 0
+        if self._writing or asked.get("state_dict") is not None or not self._spread:
+            return original(*args, **kwargs) if is_writer or asked.get("is_main_process") else None
+        self._meet()
+        whole = {
+            key.removeprefix("model."): tensor
+            for key, tensor in full_tensors(self._state(), self._collectives)
+            if is_writer
+        }
+        written: list[Any] = []
+
+        def write() -> None:
+            if is_writer:
+                with self._shown(whole):
+                    written.append(original(*args, **kwargs))
+
+        together(self._collectives, METHOD, write)
+        return written[0] if written else None
+
+    def _meet(self) -> None:
+        """Wait for all ranks; a folder written of less than all of them hold would be found out much later."""
+        try:
+            self._collectives.barrier(f"{METHOD}, which gathers what module_state_dict gives")
+        except CollectiveError as error:
+            raise type(error)(
+                f"{METHOD} was not called on every rank, and under strategy {self._strategy!r} none holds the weights "
+                f"of {self._kind} whole; let every rank call it, and rank 0 writes, or let every rank call `state = "
+                f"strategy.module_state_dict(model)` and rank 0 `{METHOD}(folder, state_dict=state)`; {error}"
+            ) from error
+
+    @contextlib.contextmanager
+    def _shown(self, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Let ``state_dict`` of every part give whole tensors, ties kept."""
+        for part, prefix in self._prefixes.items():
+            vars(part)["state_dict"] = functools.partial(_state_dict, whole, prefix)
+        self._writing = True
+        try:
+            yield
+        finally:
+            self._writing = False
+            for part in self._prefixes:
+                del vars(part)["state_dict"]
+
+
+class _Method:
+    """What a module has in place of its ``save_pretrained``; a copy of the module has its class's method again."""
+
+    def __init__(self, part: torch.nn.Module, save: Callable[..., Any]) -> None:
+        self._part = part
+        self._save = save
+        functools.update_wrapper(self, getattr(part, METHOD))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Save."""
+        return self._save(self.__wrapped__, *args, **kwargs)  # type: ignore[attr-defined]  # from update_wrapper
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become, in a copy, the method that the copy's class has: its copied module has no other yet."""
+        return getattr, (self._part, METHOD)
+
+
+def _state_dict(
+    whole: Mapping[str, torch.Tensor],
+    own: str,
+    *,
+    destination: dict[str, Any] | None = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> dict[str, Any]:
+    """Give what ``state_dict`` of a part would, were its tensors whole."""
+    del keep_vars
+    result: dict[str, Any] = {} if destination is None else destination
+    result.update({prefix + name.removeprefix(own): each for name, each in whole.items() if name.startswith(own)})
+    return result
