@@ -19,6 +19,7 @@ from shard_core.randomness import part_ways, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.entry import ForwardOnly
 from shard_core.strategy.forward import ForwardPrecision
+from shard_core.strategy.partial_state import PartialStateDict
 from shard_core.strategy.pretrained import PretrainedSaves
 from shard_core.strategy.registry import SetUpModule
 from shard_core.strategy.starting import Starting
@@ -191,7 +192,7 @@ class Building(Starting):
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
-        shapes, pretrained = _shapes(module), PretrainedSaves(module)
+        shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
         called = self.engine_setup(module, optimizers, names)
         check_hooks_kept(names, module)
         sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
@@ -204,6 +205,7 @@ class Building(Starting):
         pretrained.install(
             self.info.name, lambda: self.engine_state({"model": module}, {}), self.collectives, spread=spread
         )
+        partial.install(self.info.name)
         any_entry = Capability.ENTRY_METHODS in self.info.capabilities
         frozen = {plain_name(name): each for name, each in module.named_parameters() if not each.requires_grad}
         self._registry.add(
@@ -213,6 +215,7 @@ class Building(Starting):
                 names=names,
                 forward=ForwardPrecision(called, self.precision, self.root_device.type),
                 pretrained=pretrained,
+                partial_state=partial,
                 entry=None if any_entry else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
                 frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,

@@ -76,7 +76,7 @@ class PretrainedSaves:
 
         def write() -> None:
             if is_writer:
-                with self._shown(whole):
+                with self._shown(self._as_stored(whole)):
                     written.append(original(*args, **kwargs))
 
         together(self._collectives, METHOD, write)
@@ -92,6 +92,16 @@ class PretrainedSaves:
                 f"of {self._kind} whole; let every rank call it, and rank 0 writes, or let every rank call `state = "
                 f"strategy.module_state_dict(model)` and rank 0 `{METHOD}(folder, state_dict=state)`; {error}"
             ) from error
+
+    def _as_stored(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Bring tensors to the dtypes they have in the module, where an engine steps more precise ones."""
+        module = next(iter(self._prefixes))
+        dtypes = {plain_name(name): each.dtype for name, each in (*module.named_parameters(), *module.named_buffers())}
+        stored: dict[int, torch.Tensor] = {}
+        for name, tensor in whole.items():
+            if id(tensor) not in stored:  # tied ones stay one
+                stored[id(tensor)] = tensor.to(dtypes.get(name, tensor.dtype))
+        return {name: stored[id(tensor)] for name, tensor in whole.items()}
 
     @contextlib.contextmanager
     def _shown(self, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:

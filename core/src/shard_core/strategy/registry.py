@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shard_core.strategy.accumulation import Accumulation
     from shard_core.strategy.entry import ForwardOnly
     from shard_core.strategy.forward import ForwardPrecision
+    from shard_core.strategy.partial_state import PartialStateDict
     from shard_core.strategy.pretrained import PretrainedSaves
 
 
@@ -28,6 +29,7 @@ class SetUpModule:
         names: The names its parameters had before setup.
         forward: Its forward's precision.
         pretrained: What stands in front of its ``save_pretrained``.
+        partial_state: What refuses its ``state_dict`` where that would hold parts.
         entry: What holds users to its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
         frozen: Parameters that must stay frozen because they were at setup, by name.
@@ -41,6 +43,7 @@ class SetUpModule:
     names: ParameterNames
     forward: ForwardPrecision
     pretrained: PretrainedSaves
+    partial_state: PartialStateDict
     entry: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
@@ -137,6 +140,7 @@ class Registry:
         for known in self._modules:
             known.forward.remove()
             known.pretrained.remove()
+            known.partial_state.remove()
             if known.entry is not None:
                 known.entry.remove()
         self._modules.clear()

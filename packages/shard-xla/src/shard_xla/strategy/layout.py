@@ -153,7 +153,7 @@ def take_own_names(module: nn.Module) -> None:
 
     def rename(module: nn.Module, values: dict[str, Any], prefix: str, *rest: Any) -> None:
         del rest
-        for key in module.state_dict():
+        for key in module.state_dict(keep_vars=True):
             if prefix + without_wrappers(key) in values:
                 values[prefix + key] = values.pop(prefix + without_wrappers(key))
 
@@ -172,7 +172,7 @@ def take_whole_values(module: nn.Module, layout: Layout, rank: int) -> None:
     def cut(module: nn.Module, values: dict[str, Any], prefix: str, *rest: Any) -> None:
         del rest
         shards = layout.parameters
-        names = {prefix + key: without_wrappers(key) for key in module.state_dict()}
+        names = {prefix + key: without_wrappers(key) for key in module.state_dict(keep_vars=True)}
         given = {key: name for key, name in names.items() if key in values and name in shards}
         # Some shards are as long as the whole parameter: what comes along tells which was given.
         if all(values[key].shape == shards[name].shape for key, name in given.items()):
