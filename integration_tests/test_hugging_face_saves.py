@@ -9,9 +9,10 @@ import hugging_face
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_model, save_file
 
 from shard_core import get_strategy
-from shard_core.errors import CheckpointError, CollectiveError
+from shard_core.errors import CheckpointError, CollectiveError, SetupError
 
 #: Whether a rank holds the weights whole.
 STRATEGIES = {"ddp": True, "deepspeed_stage_1": True, "deepspeed_stage_3": False, "fsdp": False, "tp": False}
@@ -44,6 +45,9 @@ def save(name: str, folder: Path, wrapped: bool) -> tuple[dict[str, torch.Tensor
             model = Tagger(tied()) if wrapped else tied()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        if name == "deepspeed_stage_3":
+            with pytest.raises(SetupError, match="module_state_dict"):
+                strategy.unwrap(model).state_dict()
         for batch in hugging_face.batches("llama", 2, 4):
             rank, size = (strategy.distributed_sampler_kwargs[key] for key in ("rank", "num_replicas"))
             output = model(**{key: value.chunk(size)[rank] for key, value in batch.items()})
@@ -150,3 +154,53 @@ def test_methods_that_take_no_state_dict_write_whole_tensors_too(worlds: Any, tm
     for number in range(2):
         part = {key: weights[f"experts.{number}.{key}"] for key in ("weight", "bias")}
         torch.testing.assert_close(dict(torch.load(tmp_path / "m" / f"{number}.pt")), part, rtol=0, atol=0)
+
+
+def resized(folder: Path) -> Any:
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(hugging_face.VOCABULARY + 3, mean_resizing=False)
+    return model
+
+
+def filled_from(folder: Path) -> torch.nn.Module:
+    """Load as libraries do that know nothing of contexts."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    load_model(model[0], str(folder / "linear.safetensors"))
+    model[1].load_state_dict(torch.load(folder / "linear.pt"))
+    return model
+
+
+BUILDS = {
+    "loaded": transformers.LlamaForCausalLM.from_pretrained,
+    "with a new head": lambda folder: transformers.LlamaForSequenceClassification.from_pretrained(folder, num_labels=3),
+    "resized": resized,
+    "filled": filled_from,
+}
+
+
+def load(name: str, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for build in BUILDS if name == "fsdp" else ["loaded"]:
+        with get_strategy(name) as strategy:
+            strategy.seed_everything(11)
+            with strategy.module_init_context():
+                module: Any = BUILDS[build](folder)
+            model = strategy.setup_module(module)
+            found[build] = {key: tensor.clone() for key, tensor in strategy.full_parameters(model)}
+    return found
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_from_pretrained_gives_the_values_of_the_folder(
+    worlds: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    torch.manual_seed(41)
+    tied().save_pretrained(tmp_path)
+    linear = torch.nn.Linear(3, 3).state_dict()
+    torch.save(linear, tmp_path / "linear.pt")
+    save_file(linear, tmp_path / "linear.safetensors")
+    for found in worlds(2).run(load, name, tmp_path, timeout=120):
+        for build, weights in found.items():
+            torch.manual_seed(11)
+            torch.testing.assert_close(weights, dict(BUILDS[build](tmp_path).state_dict()), rtol=0, atol=0)

@@ -13,6 +13,9 @@ of them ``Module.to`` refuses to convert a module. Checked on torch 2.13.0. It c
 outside, so it looks at values. Checked on torch 2.13.0. It can go when ``trunc_normal_`` looks at no values, or
 offers itself to ``__torch_function__`` as ``normal_`` does.
 
+``torch.load`` itself: under a ``FakeTensorMode`` it gives tensors that nothing fills. Checked on torch 2.13.0. It can go
+when torch loads values there, or offers ``load`` to ``__torch_function__``.
+
 ``torch.Generator._cdata``: which generator a Python object stands for; one generator can have several. Checked on
 torch 2.13.0. It can go when generators compare equal.
 
@@ -89,6 +92,7 @@ __all__ = [
     "in_backward",
     "is_compiled",
     "is_split_over_ranks",
+    "loading_values",
     "replaced_trunc_normal",
     "unset_fake_temporarily",
     "version_of",
@@ -190,10 +194,31 @@ def written_arguments(operator: Any) -> frozenset[int | str]:
 @contextlib.contextmanager
 def replaced_trunc_normal(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Let torch's truncated normal be what ``replace`` makes of it."""
-    name = "_no_grad_trunc_normal_"
-    original = getattr(torch.nn.init, name)
-    setattr(torch.nn.init, name, replace(original))
+    with _replaced(torch.nn.init, "_no_grad_trunc_normal_", replace):
+        yield
+
+
+@contextlib.contextmanager
+def loading_values() -> Iterator[None]:
+    """Let ``torch.load`` read values under a ``FakeTensorMode`` as well, where it would skip them."""
+
+    def with_values(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return original(*args, **kwargs)
+
+        return load
+
+    with _replaced(torch, "load", with_values):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replace(original))
     try:
         yield
     finally:
-        setattr(torch.nn.init, name, original)
+        setattr(owner, name, original)

@@ -232,7 +232,7 @@ class FullySharding:
             if names:
                 raise SetupError(
                     f"{len(names)} parameters were built with empty_init=True and never filled, first {names[0]!r}; "
-                    "call load_checkpoint() before the first forward."
+                    "call load_checkpoint() or load_weights() before the first forward."
                 )
             handle.remove()
 

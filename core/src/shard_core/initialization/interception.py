@@ -153,10 +153,12 @@ class Interception(FakeTensorMode):
 class Values(TorchFunctionMode):
     """Answers ``numpy`` and ``tolist`` of tensors without values, which no dispatch sees.
 
-    It also keeps torch quiet where copying such a tensor asks for its address.
+    Memory that has values, such as that of a file, becomes a tensor that has them, and a tensor that has values keeps
+    some when it is given the data of one that has none. It also keeps torch quiet where copying such a tensor asks for its address.
     """
 
     _QUESTIONS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
+    _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs take it for a tensor
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -165,6 +167,14 @@ class Values(TorchFunctionMode):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
                 return func(*args, **(kwargs or {}))
+        if func is torch.asarray and isinstance(args[0], torch.UntypedStorage):
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
+        if func == self._SET_DATA and intercepted(args[1]) and not intercepted(args[0]):
+            assert isinstance(args[1].fake_mode, Interception)
+            value = args[1].fake_mode.value_of(args[1], "torch.Tensor.data")
+            with unset_fake_temporarily():
+                return func(args[0], value)
         if func not in self._QUESTIONS or not intercepted(args[0]):
             return func(*args, **(kwargs or {}))
         assert isinstance(args[0].fake_mode, Interception)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core._versions import replaced_trunc_normal, unset_fake_temporarily
+from shard_core._versions import loading_values, replaced_trunc_normal, unset_fake_temporarily
 from shard_core.errors import CannotReplay
 from shard_core.initialization.agreement import check_agreement
 from shard_core.initialization.interception import Interception, Values, intercepted
@@ -89,7 +89,7 @@ class Recording:
     def block(self) -> Iterator[None]:
         """Record what is built inside."""
         try:
-            with self._interception, Values(), replaced_trunc_normal(_recorded):
+            with self._interception, Values(), replaced_trunc_normal(_recorded), loading_values():
                 yield
         finally:
             self._tape.landmarks |= {stream.leave() for stream in self._tape.streams.values()}
