@@ -154,7 +154,8 @@ class Values(TorchFunctionMode):
     """Answers ``numpy`` and ``tolist`` of tensors without values, which no dispatch sees.
 
     Memory that has values, such as that of a file, becomes a tensor that has them, and a tensor that has values keeps
-    some when it is given the data of one that has none. It also keeps torch quiet where copying such a tensor asks for its address.
+    some when it is given the data of one that has none. It also keeps torch quiet where copying such a tensor asks for
+    its address.
     """
 
     _QUESTIONS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
