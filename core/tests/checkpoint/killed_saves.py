@@ -37,7 +37,7 @@ _PATIENCE = 60.0
 KINDS = ("fresh", "replacing", "retaining")
 
 
-def _module(value: float) -> nn.Module:
+def module_of(value: float) -> nn.Module:
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     for parameter in module.parameters():
         nn.init.constant_(parameter, value)
@@ -45,7 +45,7 @@ def _module(value: float) -> nn.Module:
 
 
 def _save_on(coordinator: Any, path: Path, value: float, form: str, retention: Retention | None) -> None:
-    module = _module(value)
+    module = module_of(value)
     optimizer = torch.optim.Adagrad(module.parameters(), initial_accumulator_value=value)
     state = TensorState({"model": module}, {"optimizer": optimizer}, rank=coordinator.rank, world_size=2)
     ShardedCheckpointIO(retention=retention).save(
@@ -65,13 +65,18 @@ def save(path: Path, value: float, form: str, retention: Retention | None = None
 
 def value_in(path: Path) -> float:
     """Load a checkpoint and prove that it is one save's as a whole."""
-    module = _module(-1)
+    module = module_of(-1)
     optimizer = torch.optim.Adagrad(module.parameters())
-    values = load(path, module, optimizer).values
-    value: float = values["value"]
-    state = [slots["sum"] for slots in optimizer.state.values()]
-    assert all((tensor == value).all() for tensor in [*module.parameters(), *state, values["copy"]])
+    value = values_of(load(path, module, optimizer).values, module)
+    assert all((slots["sum"] == value).all() for slots in optimizer.state.values())
     assert verify(path).is_fine
+    return value
+
+
+def values_of(values: Any, module: nn.Module) -> float:
+    """Give the one value that all values and weights of a checkpoint have."""
+    value: float = values["value"]
+    assert all((tensor == value).all() for tensor in [*module.parameters(), values["copy"]])
     return value
 
 
