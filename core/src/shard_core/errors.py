@@ -95,6 +95,10 @@ class StorageError(CheckpointError, OSError):
     """A store did not do what it was asked, or cannot be reached."""
 
 
+class CheckpointOvertaken(CheckpointError):
+    """Another save was committed to the same path since this one began; that one stands."""
+
+
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """The path holds no committed checkpoint."""
 

@@ -1,19 +1,33 @@
-"""The commit protocol: a save becomes a checkpoint in one step, or leaves what was there as it was."""
+"""The commit protocol: a save becomes a checkpoint in one step, or leaves what was there as it was.
+
+Several runs may save into one folder at once, or one beside what another left when it died. Whatever the order of their
+steps, the folder holds what it held before or the whole of one of the saves:
+
+- No two saves write to one file. Names carry the save's identity; the plain ones belong to who was first to claim
+  ``index.safetensors`` in a folder without a manifest. The claim is the last file to go, in a save that gives up and when
+  a checkpoint is removed, so that nobody has it while another may still touch the others.
+- The manifest changes hands in one step, which looks whether what stands is what stood when the save began: if another
+  was committed meanwhile, the later one is overtaken and fails. A lock keeps others out between look and step; stores
+  that take conditions check them in the request itself. Elsewhere the last one wins, which leaves a whole checkpoint too.
+- A save removes its own files and, once it is committed, those that the manifest it replaced names. Nobody else needs
+  them: there is one manifest, and it does not name them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
-from shard_core.checkpoint.folder import is_committed
-from shard_core.checkpoint.manifest import FILE_NAME, MANIFEST_NAME
+from shard_core.checkpoint.folder import standing_manifest
+from shard_core.checkpoint.manifest import CLAIM, MANIFEST_NAME, Manifest
 from shard_core.checkpoint.storage.record import FileRecord
-from shard_core.errors import CheckpointError
+from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointOvertaken
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.interface import Folder
@@ -21,6 +35,8 @@ if TYPE_CHECKING:
 
 #: What tensors belong to, as their keys and their files begin.
 KINDS = ("model", "optim", "state")
+#: How often a folder is made that others remove as soon as it is empty.
+_TRIES = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,13 +47,15 @@ class Attempt:
         identity: New for every try: a part that an earlier try left behind is never taken for this one's.
         folder: The checkpoint.
         world_size: How many ranks write.
-        replaces: Whether a committed checkpoint stands there, whose files must not be touched.
+        plain: Whether it may give its files plain names.
+        replaces: The manifest that stood there when it began; None for none, and on other ranks than 0.
     """
 
     identity: str
     folder: Folder
     world_size: int
-    replaces: bool
+    plain: bool
+    replaces: bytes | None = None
 
     @classmethod
     def begin(cls, folder: Folder, world_size: int) -> Attempt:
@@ -48,17 +66,25 @@ class Attempt:
         """
         if folder.is_file():
             raise CheckpointError(f"{str(folder)!r} is a file; give the path of a folder to keep the checkpoint in.")
-        folder.make()
-        attempt = cls(
-            identity=secrets.token_hex(6), folder=folder, world_size=world_size, replaces=is_committed(folder)
-        )
-        if world_size > 1:
+        identity = secrets.token_hex(6)
+        for left in reversed(range(_TRIES)):
+            folder.make()
+            standing = standing_manifest(folder)
+            attempt = cls(identity=identity, folder=folder, world_size=world_size, plain=False, replaces=standing)
             try:
-                # What rank 0 writes later takes its place, and removes it whatever becomes of the save.
-                folder.write(attempt.part_file(0), attempt.identity.encode(), durable=False)
+                if standing is None and folder.claim(CLAIM, attempt._sign):
+                    return dataclasses.replace(attempt, plain=True)
+                # The index takes its place later; until then it keeps others from removing the folder.
+                folder.write(attempt.single_file("index"), attempt._sign, durable=False)
+            except FileNotFoundError:  # a save that gave up has removed the folder
+                if not left:
+                    raise
             except BaseException:
                 attempt.discard([0])
+                attempt.leave()
                 raise
+            else:
+                break
         return attempt
 
     def check_shared(self) -> None:
@@ -67,7 +93,12 @@ class Attempt:
         Raises:
             CheckpointError: If it is not to be seen from here.
         """
-        if not self.folder.holds(self.part_file(0)):
+        name = self.single_file("index")
+        try:
+            seen = self.folder.holds(name) and self.folder.read(name, len(self._sign)) == self._sign
+        except CheckpointCorrupted:
+            seen = False
+        if not seen:
             raise CheckpointError(
                 f"this rank does not see what rank 0 writes into {str(self.folder)!r}; give a folder that the hosts of "
                 "all ranks share, or a URL such as s3://bucket/run."
@@ -76,14 +107,13 @@ class Attempt:
     def tensor_file(self, kind: str, rank: int) -> str:
         """Name the file for one kind of tensors of one rank.
 
-        Names are plain, as people expect them, unless a committed checkpoint may be using those.
+        Names are plain, as people expect them, unless another save may be using those.
         """
-        suffix = f"-{self.identity}" if self.replaces else ""
-        return f"{kind}-{rank:05d}-of-{self.world_size:05d}{suffix}.safetensors"
+        return f"{kind}-{rank:05d}-of-{self.world_size:05d}{self._suffix}.safetensors"
 
     def single_file(self, kind: Literal["index", "checkpoint"]) -> str:
         """Name a file that rank 0 writes for all."""
-        return f"{kind}{f'-{self.identity}' if self.replaces else ''}.safetensors"
+        return f"{kind}{self._suffix}.safetensors"
 
     def part_file(self, rank: int) -> str:
         """Name the file in which a rank tells what it wrote."""
@@ -97,11 +127,15 @@ class Attempt:
             finishing: What brings it to where it outlasts a loss of power.
         """
         name = self.single_file("index")
-        with contextlib.ExitStack() as opened:
-            file = opened.enter_context(self.folder.create(name, len(raw)))
-            file.write(memoryview(raw))
-            opened.pop_all()
-        finishing.begin(file.complete)
+        if self.plain:
+            unfinished = f"index-{self.identity}.safetensors"
+            finishing.begin(functools.partial(self.folder.overwrite, name, raw, unfinished=unfinished))
+        else:
+            with contextlib.ExitStack() as opened:
+                file = opened.enter_context(self.folder.create(name, len(raw)))
+                file.write(memoryview(raw))
+                opened.pop_all()
+            finishing.begin(file.complete)
         return FileRecord(path=name, bytes=len(raw), digest=xxhash.xxh3_64_hexdigest(raw))
 
     def write_manifest(self, raw: bytes) -> Callable[[], None]:
@@ -110,7 +144,9 @@ class Attempt:
         Returns:
             The step that makes the folder the new checkpoint.
         """
-        return self.folder.prepare(MANIFEST_NAME, raw, unfinished=self._new_manifest)
+        return self.folder.prepare(
+            MANIFEST_NAME, raw, unfinished=self._new_manifest, may_replace=self._check_not_overtaken
+        )
 
     def publish(self, step: Callable[[], None], kept: set[str]) -> None:
         """Make the folder the new checkpoint, then remove what no longer belongs to it.
@@ -120,35 +156,75 @@ class Attempt:
             kept: The files the new manifest names.
 
         Raises:
+            CheckpointOvertaken: If another save was committed there since this one began.
             OSError: If the disk refuses; what was there is there, or the new checkpoint is.
         """
+        ranks = range(self.world_size)
         try:
             step()
+        except CheckpointOvertaken:
+            self.discard(ranks)
+            self.leave()
+            raise
         except OSError:
             # Only if it surely was not done: some file systems do what they say has failed.
             if self.folder.holds(self._new_manifest):
-                self.discard(range(self.world_size))
+                self.discard(ranks)
+                self.leave()
             raise
         with contextlib.suppress(OSError):
-            names = [each.name for each in self.folder.listing()]
-            self.folder.discard(name for name in names if name not in kept and _is_ours(name))
+            there = {each.name for each in self.folder.listing()}
+            self._remove((self._written_by(ranks) | self._replaced_files()) & there - kept)
 
     def discard(self, ranks: Iterable[int]) -> None:
         """Remove what ranks wrote in a try that failed before it was published, as far as possible."""
-        names: list[str] = []
+        self.folder.discard(sorted(self._written_by(ranks) - {CLAIM}))
+
+    def leave(self) -> None:
+        """Give the plain names up, and the folder if it is empty; called by rank 0 alone, after all have discarded."""
+        if self.plain:
+            self.folder.discard([CLAIM])
+        with contextlib.suppress(OSError):
+            self.folder.remove_folder()
+
+    def _check_not_overtaken(self, standing: bytes | None) -> None:
+        if standing in (None, self.replaces):
+            return
+        try:
+            other = f"save {Manifest.from_bytes(standing or b'').attempt}"
+        except CheckpointCorrupted:
+            other = "another save"
+        raise CheckpointOvertaken(
+            f"save {self.identity} of {str(self.folder)!r} was overtaken: {other} was committed there after this one "
+            "had begun, and stays; end the run that saves there too, or save to another path."
+        )
+
+    def _written_by(self, ranks: Iterable[int]) -> set[str]:
+        names = set()
         for rank in ranks:
-            names += [self.part_file(rank), *(self.tensor_file(kind, rank) for kind in KINDS)]
+            names |= {self.part_file(rank), *(self.tensor_file(kind, rank) for kind in KINDS)}
             if rank == 0:
-                names += [self._new_manifest, self.single_file("index"), self.single_file("checkpoint")]
-        self.folder.discard(names)
-        if not self.replaces:
-            with contextlib.suppress(OSError):
-                self.folder.remove_folder()  # only an empty one goes
+                names |= {self._new_manifest, self.single_file("index"), self.single_file("checkpoint")}
+                names.add(f"index-{self.identity}.safetensors")
+        return names
+
+    def _replaced_files(self) -> set[str]:
+        try:
+            return set(Manifest.from_bytes(self.replaces).names) if self.replaces else set()
+        except CheckpointCorrupted:
+            return set()  # whose files these are nobody can tell
+
+    def _remove(self, names: set[str]) -> None:
+        self.folder.discard([*sorted(names - {CLAIM}), *(names & {CLAIM})])
+
+    @property
+    def _suffix(self) -> str:
+        return "" if self.plain else f"-{self.identity}"
+
+    @property
+    def _sign(self) -> bytes:
+        return self.identity.encode()
 
     @property
     def _new_manifest(self) -> str:
         return f"{MANIFEST_NAME}-{self.identity}"
-
-
-def _is_ours(name: str) -> bool:
-    return bool(FILE_NAME.fullmatch(name)) or name.startswith(f"{MANIFEST_NAME}-")

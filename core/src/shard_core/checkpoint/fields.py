@@ -66,6 +66,9 @@ class Fields:
             raise CheckpointCorrupted(f"{owner} is nested more than {_MOST_LEVELS} levels deep.")
         return cls(content, owner)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._content
+
     def text(self, name: str, pattern: re.Pattern[str] | None = None) -> str:
         """Take out a string, all of which the pattern must match."""
         value = self._take(name)

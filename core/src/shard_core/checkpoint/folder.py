@@ -29,6 +29,7 @@ _LOOKED_AT = 100
 def latest(folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Path | str | None:
     """Find the newest committed checkpoint among a folder's subfolders.
 
+    The newest is the one committed last, by the number that each save takes, never by a clock: see ``Manifest.order``.
     Saves that were never committed do not count; one whose manifest is damaged is passed over with a
     warning. Among ranks use ``Strategy.latest_checkpoint``: shared file systems disagree between ranks.
 
@@ -42,18 +43,19 @@ def latest(folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
     Raises:
         CheckpointNotFound: If it is a file.
     """
-    newest: tuple[int, Folder] | None = None
+    newest: tuple[tuple[int, int, int], str, Folder] | None = None
     opened = open_folder(folder, storage_options)
     if opened.is_file():
         raise CheckpointNotFound(f"{str(opened)!r} is a file; a run keeps its checkpoints in a folder.")
     for each in committed(opened):
         try:
-            created = Manifest.from_bytes(read_manifest(each)).created
+            order = Manifest.from_bytes(read_manifest(each)).order
         except CheckpointCorrupted as error:
             warnings.warn(f"passing over the checkpoint {str(each)!r}: {error}", stacklevel=2)
             continue
-        newest = max(newest or (0, each), (created, each), key=lambda found: (found[0], str(found[1])))
-    return newest[1].path if newest else None
+        found = order, each.name, each
+        newest = found if newest is None else max(newest, found, key=lambda one: one[:2])
+    return newest[2].path if newest else None
 
 
 def committed(folder: Folder) -> list[Folder]:
@@ -76,6 +78,20 @@ def read_manifest(folder: Folder) -> bytes:
     if not is_committed(folder):
         raise CheckpointNotFound(f"{str(folder)!r} {_absence(folder)}{_hint(folder)}")
     return folder.read(MANIFEST_NAME, _MOST_MANIFEST_BYTES)
+
+
+def standing_manifest(folder: Folder) -> bytes | None:
+    """Read the manifest that makes a folder a checkpoint; None if it is none.
+
+    Raises:
+        CheckpointCorrupted: If it is too long to be one, or no regular file.
+    """
+    try:
+        return folder.read(MANIFEST_NAME, _MOST_MANIFEST_BYTES) if is_committed(folder) else None
+    except CheckpointCorrupted:
+        if is_committed(folder):
+            raise
+        return None  # removed in between
 
 
 def read_index(folder: Folder, manifest: Manifest) -> ChunkIndex:

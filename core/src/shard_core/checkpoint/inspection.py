@@ -15,7 +15,7 @@ from shard_core.checkpoint.folder import read_index, read_manifest
 from shard_core.checkpoint.manifest import Manifest
 from shard_core.checkpoint.own_keys import RANDOM_KEY, RANDOM_TENSORS
 from shard_core.checkpoint.plain_values import plain
-from shard_core.checkpoint.run_folder import run_entry, step_of
+from shard_core.checkpoint.run_folder import run_entry
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.checkpoint.tensor_file import header_is_intact
 from shard_core.errors import CheckpointCorrupted
@@ -151,7 +151,7 @@ def inspect(
         raise CheckpointCorrupted(f"the manifest of {str(folder)!r} holds values nested too deeply.") from error
     return Inspection(
         path=str(folder),
-        step=step_of(manifest),
+        step=manifest.step,
         created=manifest.created / 1e9,
         form=manifest.form,
         world_size=manifest.world_size,

@@ -17,6 +17,8 @@ from shard_core.checkpoint.storage.record import FileRecord
 from shard_core.errors import CheckpointCorrupted
 
 MANIFEST_NAME = "manifest.json"
+#: Whose save has this file, may give all its files plain names.
+CLAIM = "index.safetensors"
 FORMAT = "shard-checkpoint"
 VERSION = 1
 #: Every name a save may give a file; nothing else is read, and nothing else is ever removed.
@@ -24,6 +26,12 @@ FILE_NAME = re.compile(
     r"(?:(?:model|optim|state|part)-\d{5,}-of-\d{5,}|checkpoint|index)(?:-[0-9a-f]{12})?\.safetensors"
 )
 
+#: So far into the manifest ``to_bytes`` writes the sequence.
+HEAD_BYTES = 256
+
+_HEAD = re.compile(
+    rb'\{"format": "[a-z-]+", "version": \d+, "attempt": "[0-9a-f]{12}", "created": \d+, "sequence": (\d{1,18}), '
+)
 _MOST_DIMS = 64
 _SEAL = re.compile(rb'(\{.*), "digest": "([0-9a-f]{32})"\}\n', re.DOTALL)
 
@@ -34,7 +42,9 @@ class Manifest:
 
     Attributes:
         attempt: The save that wrote it; no two saves share it.
-        created: When it was committed, in nanoseconds since 1970, by rank 0's clock.
+        created: When it was committed, in nanoseconds since 1970, by rank 0's clock, for people.
+        sequence: One more than the highest of the checkpoints beside it when it was committed; the order of a run's
+            checkpoints. 0 in those that are older than this field.
         form: ``"sharded"`` or ``"full"``.
         world_size: How many ranks wrote it.
         index: The file that holds the index of chunks; its digest is that of all its bytes.
@@ -50,6 +60,7 @@ class Manifest:
 
     attempt: str
     created: int
+    sequence: int
     form: str
     world_size: int
     index: FileRecord
@@ -89,9 +100,35 @@ class Manifest:
         return _read(Fields.from_json(raw, "the manifest"))
 
     @property
+    def names(self) -> list[str]:
+        """All files it names."""
+        return [file.path for file in (*self.files, self.index)]
+
+    @property
+    def step(self) -> int | None:
+        """The value that was saved as ``step``, if it is a whole number."""
+        step: Any = self.values.get("step")
+        return step if type(step) is int else None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What a run's checkpoints are sorted by, the oldest first; clocks that go wrong change nothing in it.
+
+        Only checkpoints without a sequence among themselves are sorted by when they were committed. Two runs that save
+        at once may take the same number.
+        """
+        return self.sequence, 0 if self.sequence else self.created, -1 if self.step is None else self.step
+
+    @property
     def tensor_bytes(self) -> int:
         """How much room all tensors take."""
         return sum(tensor.bytes for tensor in self.tensors)
+
+
+def sequence_in(head: bytes) -> int:
+    """Find the sequence in the first bytes of a manifest, which may be damaged behind them; 0 if there is none."""
+    found = _HEAD.match(head)
+    return int(found[1]) if found else 0
 
 
 def _read(fields: Fields) -> Manifest:
@@ -106,6 +143,7 @@ def _read(fields: Fields) -> Manifest:
     manifest = Manifest(
         attempt=fields.text("attempt", re.compile("[0-9a-f]{12}")),
         created=fields.integer("created"),
+        sequence=fields.integer("sequence") if "sequence" in fields else 0,
         form=fields.text("form", re.compile("sharded|full")),
         world_size=fields.integer("world_size", least=1),
         index=read_file(fields.object("index")),
@@ -122,8 +160,7 @@ def _read(fields: Fields) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    names = [file.path for file in (*manifest.files, manifest.index)]
-    if len(set(names)) < len(names):
+    if len(set(manifest.names)) < len(manifest.names):
         raise CheckpointCorrupted("the manifest names a file twice.")
     held = sum(file.bytes for file in manifest.files)
     if manifest.tensor_bytes > held or held >= 2**63:

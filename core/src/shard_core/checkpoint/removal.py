@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shard_core.checkpoint.manifest import MANIFEST_NAME
+from shard_core.checkpoint.manifest import CLAIM, MANIFEST_NAME
 from shard_core.checkpoint.run_folder import is_telling, run_entry
 from shard_core.errors import CheckpointError
 
@@ -12,28 +12,33 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.run_folder import RunEntry
 
 
-def remove_entry(entry: RunEntry) -> None:
+def remove_entry(entry: RunEntry, *, leftovers: bool = True) -> None:
     """Remove all that a save made, the manifest before all else, and the folder.
 
     Args:
         entry: What stood there when somebody decided to remove it.
+        leftovers: Whether files go that its manifest does not name; another save may be writing them.
 
     Raises:
         CheckpointError: If something else stands there now, or something foreign, or the disk refuses.
     """
-    _check_unchanged(entry)
     if entry.foreign:
         raise CheckpointError(f"{str(entry.folder)!r} also holds {entry.foreign[0]!r}, which no save made; it stays.")
-    # What tells that a save was here goes last, so that what a kill leaves is known for leftovers.
-    names = sorted({*entry.files, *entry.leftovers} - {MANIFEST_NAME})
+    names = {*entry.files, *(entry.leftovers if leftovers else ())} - {MANIFEST_NAME}
     try:
-        if MANIFEST_NAME in entry.files:
-            entry.folder.remove([MANIFEST_NAME])
-            # Else a loss of power could bring the manifest back, without the files it names.
-            entry.folder.sync()
-        entry.folder.remove([name for name in names if not is_telling(name)])
-        entry.folder.remove([name for name in names if is_telling(name)])
-        entry.folder.remove_folder()
+        with entry.folder.locked():  # else a save could put another manifest in place of the one that was looked at
+            _check_unchanged(entry)
+            if MANIFEST_NAME in entry.files:
+                entry.folder.remove([MANIFEST_NAME])
+                # Else a loss of power could bring the manifest back, without the files it names.
+                entry.folder.sync()
+        # What tells that a save was here goes last, so that what a kill leaves is known for leftovers; and at the very
+        # end what lets another save take the plain names.
+        telling = {name for name in names if is_telling(name)}
+        for some in (names - telling, telling - {CLAIM}, names & {CLAIM}):
+            entry.folder.remove(sorted(some))
+        if leftovers or not entry.leftovers:
+            entry.folder.remove_folder()
     except OSError as error:
         raise CheckpointError(f"{str(entry.folder)!r} cannot be removed: {error.strerror or error}.") from error
 
@@ -47,9 +52,10 @@ def remove_leftovers(entry: RunEntry) -> None:
     Raises:
         CheckpointError: If something else stands there now, or the disk refuses.
     """
-    _check_unchanged(entry)
     try:
-        entry.folder.remove(list(entry.leftovers))
+        with entry.folder.locked():
+            _check_unchanged(entry)
+            entry.folder.remove(sorted(entry.leftovers, key=lambda name: name == CLAIM))
     except OSError as error:
         raise CheckpointError(f"{str(entry.folder)!r} cannot be cleaned: {error.strerror or error}.") from error
 

@@ -23,7 +23,7 @@ SAFE_AGE = 24 * 3600.0
 class Retention:
     """A rule for which of a run's committed checkpoints stay.
 
-    The newest is the one committed last, whatever its step. It always stays.
+    The newest is the one committed last, whatever its step or a clock says. It always stays.
 
     Attributes:
         keep_last: How many of the newest stay.
@@ -57,7 +57,8 @@ class Decision:
 
     Attributes:
         entry: The subfolder.
-        removes: ``"nothing"``, ``"all"``, or of a checkpoint that stays only its ``"leftovers"``.
+        removes: ``"nothing"``, ``"all"``, of a checkpoint that goes only what is its own (``"checkpoint"``), or of one
+            that stays only its ``"leftovers"``.
         reason: Why, in a few words.
         hindered: Whether it would be removed, but for something in it that no save made.
     """
@@ -71,7 +72,8 @@ class Decision:
     def bytes(self) -> int:
         """How much room becomes free."""
         leftovers = sum(self.entry.leftovers.values())
-        return {"nothing": 0, "leftovers": leftovers, "all": self.entry.bytes + leftovers}[self.removes]
+        own = self.entry.bytes
+        return {"nothing": 0, "leftovers": leftovers, "checkpoint": own, "all": own + leftovers}[self.removes]
 
 
 def decide(
@@ -104,8 +106,9 @@ def _decision(entry: RunEntry, retention: Retention | None, is_last: bool, is_ol
     elif retention.keep_every is not None and entry.step is not None and entry.step % retention.keep_every == 0:
         reason = f"every {retention.keep_every} steps"
     else:
-        removes, reason = "all", "older"
-    if removes == "all" and entry.foreign:
+        # What its manifest does not name may be of a save that is replacing it.
+        removes, reason = ("all" if is_old or not entry.leftovers else "checkpoint"), "older"
+    if removes in ("all", "checkpoint") and entry.foreign:
         reason = f"holds {entry.foreign[0]!r}, which no save made"
         return Decision(entry=entry, removes="nothing", reason=reason, hindered=True)
     if removes == "nothing" and entry.standing is Standing.COMMITTED and entry.leftovers and is_old:
@@ -124,7 +127,7 @@ def retain(saved: Folder, retention: Retention) -> None:
     """
     try:
         entries = [entry for entry in entries_of(saved.parent) if entry.standing is Standing.COMMITTED]
-        decisions = decide(entries, retention, safe_age=float("inf"))
+        decisions = decide(entries, retention)
     except (CheckpointError, OSError) as error:
         warnings.warn(f"no old checkpoint was removed: {error}", stacklevel=2)
         return
@@ -137,9 +140,9 @@ def retain(saved: Folder, retention: Retention) -> None:
     for decision in decisions:
         if decision.hindered:
             warnings.warn(f"an old checkpoint stays: {str(decision.entry.folder)!r} {decision.reason}.", stacklevel=2)
-        if decision.removes != "all" or decision.entry.folder.name == saved.name:
+        if decision.removes not in ("all", "checkpoint") or decision.entry.folder.name == saved.name:
             continue
         try:
-            remove_entry(decision.entry)
+            remove_entry(decision.entry, leftovers=decision.removes == "all")
         except CheckpointError as error:
             warnings.warn(f"an old checkpoint stays: {error}", stacklevel=2)

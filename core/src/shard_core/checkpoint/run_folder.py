@@ -6,11 +6,13 @@ import dataclasses
 import enum
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.folder import read_manifest
-from shard_core.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, Manifest
+from shard_core.checkpoint.manifest import FILE_NAME, HEAD_BYTES, MANIFEST_NAME, Manifest, sequence_in
+from shard_core.checkpoint.storage.locking import LOCK_NAME
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound
 
@@ -42,6 +44,7 @@ class RunEntry:
         standing: Whether it is a checkpoint.
         attempt: The save that wrote it, if it is committed.
         created: When it was committed, in nanoseconds since 1970, if it is.
+        order: Its place among the checkpoints of the run, if it is one: see ``Manifest.order``.
         step: The value that was saved as ``step``, if there was one.
         files: The files that belong to it, with their lengths.
         leftovers: Files of ours in it that no checkpoint names.
@@ -54,6 +57,7 @@ class RunEntry:
     standing: Standing
     attempt: str | None
     created: int | None
+    order: tuple[int, int, int] | None
     step: int | None
     files: Mapping[str, int]
     leftovers: Mapping[str, int]
@@ -90,7 +94,7 @@ def entries_of(folder: Folder) -> list[RunEntry]:
         problem = "is a file" if folder.is_file() else "does not exist"
         raise CheckpointNotFound(f"{str(folder)!r} {problem}; give the folder that a run keeps its checkpoints in.")
     found = [run_entry(each) for each in folder.folders()]
-    return sorted((entry for entry in found if entry), key=lambda entry: (_time_of(entry), entry.folder.name))
+    return sorted((entry for entry in found if entry), key=_place)
 
 
 def run_entry(folder: Folder) -> RunEntry | None:
@@ -103,6 +107,8 @@ def run_entry(folder: Folder) -> RunEntry | None:
     ours: dict[str, int] = {}
     foreign: list[str] = []
     for each in folder.listing():
+        if each.name == LOCK_NAME:
+            continue  # comes and goes with whoever puts a checkpoint in place or removes one
         if each.bytes is None or not is_ours(each.name):
             foreign.append(each.name)
         else:
@@ -110,14 +116,15 @@ def run_entry(folder: Folder) -> RunEntry | None:
     manifest, standing = _manifest(folder, ours)
     if manifest is None and not any(map(is_telling, ours)):
         return None
-    kept = {MANIFEST_NAME, *(file.path for file in (*manifest.files, manifest.index))} if manifest else set(ours)
+    kept = {MANIFEST_NAME, *manifest.names} if manifest else set(ours)
     leftovers = {name: size for name, size in ours.items() if name not in kept}
     return RunEntry(
         folder=folder,
         standing=standing,
         attempt=manifest.attempt if manifest else None,
         created=manifest.created if manifest else None,
-        step=step_of(manifest) if manifest else None,
+        order=manifest.order if manifest else None,
+        step=manifest.step if manifest else None,
         files={name: size for name, size in ours.items() if name in kept},
         leftovers=leftovers,
         foreign=tuple(sorted(foreign)),
@@ -148,10 +155,22 @@ def is_telling(name: str) -> bool:
     return is_ours(name) and bool(_TELLING.fullmatch(name))
 
 
-def step_of(manifest: Manifest) -> int | None:
-    """Give the value that was saved as ``step``, if it is a whole number."""
-    step: Any = manifest.values.get("step")
-    return step if type(step) is int else None
+def next_sequence(saved: Folder) -> int:
+    """Give the number of a checkpoint that is about to be committed: one more than the highest beside it has.
+
+    Args:
+        saved: Where it will be.
+    """
+    heads: list[bytes] = []
+    try:
+        heads = saved.parent.beginnings(MANIFEST_NAME, HEAD_BYTES)
+    except OSError as error:
+        warnings.warn(
+            f"the checkpoints beside {str(saved)!r} cannot be looked at, so this one may not count as the newest of "
+            f"them: {error}",
+            stacklevel=2,
+        )
+    return 1 + max(map(sequence_in, heads), default=0)
 
 
 def _manifest(folder: Folder, names: Mapping[str, int]) -> tuple[Manifest | None, Standing]:
@@ -172,5 +191,6 @@ def _touched(folder: Folder, ours: Mapping[str, int], leftovers: Mapping[str, in
     return folder.touched([MANIFEST_NAME, *leftovers]) if leftovers else manifest.created / 1e9
 
 
-def _time_of(entry: RunEntry) -> float:
-    return entry.created / 1e9 if entry.created is not None else entry.touched
+def _place(entry: RunEntry) -> tuple[bool, tuple[float, ...], str]:
+    """Sort checkpoints by their own order, and behind them what cannot tell its own by when it was written."""
+    return entry.order is None, (entry.touched,) if entry.order is None else entry.order, entry.folder.name

@@ -13,12 +13,13 @@ from shard_core.checkpoint.commit import Attempt
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.manifest import Manifest
 from shard_core.checkpoint.retention import Retention, retain
+from shard_core.checkpoint.run_folder import next_sequence
 from shard_core.checkpoint.saving import check_lengths, gather_parts, value_shards, write_full, write_rank
 from shard_core.checkpoint.state import KeySpace
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.checkpoint.storage.side_by_side import SideBySide
 from shard_core.checkpoint.values import encode, encode_scalar
-from shard_core.errors import CheckpointError
+from shard_core.errors import CheckpointError, ShardError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.index import ChunkIndex
@@ -59,8 +60,8 @@ class ShardedSave:
         def make_folder() -> tuple[str, bool]:
             if coordinator.rank != 0:
                 return "", False
-            attempt = Attempt.begin(folder, coordinator.world_size)
-            return attempt.identity, attempt.replaces
+            self._attempt = Attempt.begin(folder, coordinator.world_size)
+            return self._attempt.identity, self._attempt.plain
 
         def check_shared() -> None:
             if coordinator.rank != 0:
@@ -68,13 +69,15 @@ class ShardedSave:
 
         check_same_path(together(coordinator, self._doing, describe))
         folder = open_folder(self._path, self._storage_options)
-        identity, replaces = together(coordinator, self._doing, make_folder)[0]
-        self._attempt = Attempt(identity=identity, folder=folder, world_size=coordinator.world_size, replaces=replaces)
+        identity, plain = together(coordinator, self._doing, make_folder)[0]
+        if coordinator.rank != 0:
+            self._attempt = Attempt(identity=identity, folder=folder, world_size=coordinator.world_size, plain=plain)
         try:
             together(coordinator, self._doing, check_shared)
         except BaseException:
             if coordinator.rank == 0:
                 self._attempt.discard([0])
+                self._attempt.leave()
             raise
 
     def write(self) -> None:
@@ -87,7 +90,7 @@ class ShardedSave:
         try:
             self._parts = together(self._coordinator, self._doing, write)
         except CheckpointError:
-            self._give_up([rank])
+            self._give_up()
             raise
 
     def finish(self) -> None:
@@ -104,7 +107,7 @@ class ShardedSave:
         try:
             together(self._coordinator, self._doing, finish)
         except CheckpointError:
-            self._give_up([rank])
+            self._give_up()
             raise
 
     def commit(self, retention: Retention | None) -> SaveHandle:
@@ -140,7 +143,8 @@ class ShardedSave:
                 self._write_manifest(write_full(attempt, self._index))
                 self._finishing.wait()
         except BaseException:
-            self._give_up(range(attempt.world_size))
+            self._discard(range(attempt.world_size))
+            attempt.leave()
             raise
         attempt.publish(self._step, self._kept)
 
@@ -149,6 +153,7 @@ class ShardedSave:
         manifest = Manifest(
             attempt=self._attempt.identity,
             created=time.time_ns(),
+            sequence=next_sequence(self._attempt.folder),
             form=self._form,
             world_size=self._attempt.world_size,
             index=self._attempt.write_index(index.to_bytes(), self._finishing),
@@ -159,8 +164,16 @@ class ShardedSave:
         self._kept = {file.path for file in (*manifest.files, manifest.index)}
         self._step = self._attempt.write_manifest(manifest.to_bytes())
 
-    def _give_up(self, ranks: Iterable[int]) -> None:
-        """Remove what was written, once nobody writes any more."""
+    def _give_up(self) -> None:
+        """Remove what was written; every rank calls this, and nobody writes any more."""
+        rank = self._coordinator.rank
+        self._discard([rank])
+        with contextlib.suppress(ShardError):  # a rank that does not come may still be at it: what is left stays
+            self._coordinator.barrier(f"{self._doing}: giving up")
+            if rank == 0:
+                self._attempt.leave()
+
+    def _discard(self, ranks: Iterable[int]) -> None:
         with contextlib.suppress(Exception):  # whoever gives up raises what made it
             self._finishing.wait()
         self._attempt.discard(ranks)

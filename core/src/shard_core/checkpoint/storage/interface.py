@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -158,6 +159,15 @@ class Folder(abc.ABC):
             yield self.read(name)
 
     @abc.abstractmethod
+    def beginnings(self, name: str, most: int) -> list[bytes]:
+        """Read the beginning of a file of this name in each of its folders; those that have none are passed over.
+
+        Args:
+            name: The file.
+            most: How many bytes of each are read.
+        """
+
+    @abc.abstractmethod
     def open(self, record: FileRecord) -> StoredFile:
         """Open a file that a manifest names.
 
@@ -195,17 +205,48 @@ class Folder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def prepare(self, name: str, raw: bytes, *, unfinished: str) -> Callable[[], None]:
+    def claim(self, name: str, raw: bytes) -> bool:
+        """Write a small file if nothing of this name is there.
+
+        Args:
+            name: Its name.
+            raw: Its content.
+
+        Returns:
+            Whether it was written: by one of several that try at once. A store that cannot tell writes nothing.
+        """
+
+    @abc.abstractmethod
+    def overwrite(self, name: str, raw: bytes, *, unfinished: str) -> None:
+        """Write a file that outlasts a loss of power in place of one of this name, which is there until then.
+
+        Args:
+            name: Its name.
+            raw: Its content.
+            unfinished: What it may be called meanwhile.
+        """
+
+    @abc.abstractmethod
+    def prepare(
+        self, name: str, raw: bytes, *, unfinished: str, may_replace: Callable[[bytes | None], None]
+    ) -> Callable[[], None]:
         """Prepare a file that will appear in one step, in place of one of this name.
 
         Args:
             name: Its name.
             raw: Its content.
             unfinished: What it may be called meanwhile.
+            may_replace: Called in the step with what stands there, None for nothing; raises what shall be raised if
+                that must stay. On a disk with locks nobody else takes such a step in between, and in a store that
+                takes requests with conditions none is carried out.
 
         Returns:
-            The step. If that fails, nobody can tell for certain whether it was done.
+            The step. If it fails with ``OSError``, nobody can tell for certain whether it was done.
         """
+
+    @abc.abstractmethod
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep those out who take such steps, or lock it too; stores have no locks, and keep out nobody."""
 
     @abc.abstractmethod
     def remove(self, names: Sequence[str]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
+from shard_core.checkpoint.storage.locking import LOCK_NAME, locked
 from shard_core.checkpoint.storage.mapping import FileMaps, FileRange, MappedFile
 from shard_core.checkpoint.storage.side_by_side import SideBySide
 from shard_core.errors import CheckpointCorrupted, CheckpointError
@@ -101,6 +102,14 @@ class LocalFolder(Folder):
                 check_read(self, name, os.fstat(descriptor).st_size, most)
             return file.read()
 
+    def beginnings(self, name: str, most: int) -> list[bytes]:
+        """Read the beginning of a file of this name in each of its folders; those that have none are passed over."""
+        found = []
+        for folder in self.folders():
+            with contextlib.suppress(CheckpointCorrupted), open(open_regular(self.path / folder.name / name), "rb") as file:
+                found.append(file.read(most))
+        return found
+
     def open(self, record: FileRecord) -> StoredFile:
         """Open a file that a manifest names."""
         return _LocalFile(open_recorded(self.path, record))
@@ -140,11 +149,37 @@ class LocalFolder(Folder):
             if durable:
                 os.fsync(file.fileno())
 
-    def prepare(self, name: str, raw: bytes, *, unfinished: str) -> Callable[[], None]:
+    def claim(self, name: str, raw: bytes) -> bool:
+        """Write a small file if nothing of this name is there."""
+        try:
+            with (self.path / name).open("xb") as file:
+                file.write(raw)
+        except FileExistsError:
+            return False
+        return True
+
+    def overwrite(self, name: str, raw: bytes, *, unfinished: str) -> None:
+        """Write a file that outlasts a loss of power in place of one of this name, which is there until then."""
+        self.write(unfinished, raw, durable=True)
+        self._rename(unfinished, name)
+
+    def prepare(
+        self, name: str, raw: bytes, *, unfinished: str, may_replace: Callable[[bytes | None], None]
+    ) -> Callable[[], None]:
         """Write a file under a name that does not count yet, to be renamed."""
         self.write(unfinished, raw, durable=True)
         self.sync()
-        return functools.partial(self._rename, unfinished, name)
+
+        def step() -> None:
+            with self.locked():
+                may_replace(self.read(name) if self.holds(name) else None)
+                self._rename(unfinished, name)
+
+        return step
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep those out who take such steps, or lock it too."""
+        return locked(self.path / LOCK_NAME)
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files; those that are not there are passed over."""

@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
-from shard_core.checkpoint.storage.requests import ObjectRange, asking, ranges, whole_objects
+from shard_core.checkpoint.storage.requests import ObjectRange, asking, beginnings, only_if, ranges, whole_objects
 from shard_core.checkpoint.storage.upload import Upload
 from shard_core.errors import CheckpointCorrupted, StorageError
 
@@ -114,6 +115,11 @@ class RemoteFolder(Folder):
         self._forget()
         return whole_objects(self.filesystem, self.path, [self._key(name) for name in names])
 
+    def beginnings(self, name: str, most: int) -> list[bytes]:
+        """Read the beginning of an object of this name in each of its folders; those that have none are passed over."""
+        keys = [self._key(f"{folder.name}/{name}") for folder in self.folders()]
+        return list(beginnings(self.filesystem, self.path, keys, most))
+
     def open(self, record: FileRecord) -> StoredFile:
         """Open an object that a manifest names."""
         self.check([record])
@@ -159,9 +165,28 @@ class RemoteFolder(Folder):
         with asking(self.path):
             self.filesystem.pipe_file(self._key(name), raw)
 
-    def prepare(self, name: str, raw: bytes, *, unfinished: str) -> Callable[[], None]:  # noqa: ARG002 - one request
+    def claim(self, name: str, raw: bytes) -> bool:  # noqa: ARG002 - few stores can tell who was first
+        """Write nothing: not every store can tell who of several was first."""
+        return False
+
+    def overwrite(self, name: str, raw: bytes, *, unfinished: str) -> None:  # noqa: ARG002 - one request
+        """Write an object in place of one of this name, which is there until then."""
+        self.write(name, raw, durable=True)
+
+    def prepare(
+        self,
+        name: str,
+        raw: bytes,
+        *,
+        unfinished: str,  # noqa: ARG002 - one request
+        may_replace: Callable[[bytes | None], None],
+    ) -> Callable[[], None]:
         """Keep an object in memory, to be sent in one request."""
-        return functools.partial(self._publish, name, raw)
+        return functools.partial(self._publish, name, raw, may_replace)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep out nobody: stores have no locks."""
+        return contextlib.nullcontext()
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects; those that are not there are passed over."""
@@ -182,15 +207,36 @@ class RemoteFolder(Folder):
     def sync(self) -> None:
         """Do nothing: stores keep what they accept."""
 
-    def _publish(self, name: str, raw: bytes) -> None:
+    def _publish(self, name: str, raw: bytes, may_replace: Callable[[bytes | None], None]) -> None:
+        """Send an object, on the condition that what may be replaced still stands, where the store takes conditions.
+
+        In any case look at what stands afterwards: the answer may have been lost and not the request, and without
+        conditions another request may have come in between.
+        """
+        key = self._key(name)
+        info = self._info(key)
+        may_replace(None if info is None else self.read(name))
+        condition = only_if(self.filesystem, info)
         try:
-            self.write(name, raw, durable=True)
+            with asking(self.path):
+                self.filesystem.pipe_file(key, raw, **condition)
         except (StorageError, FileNotFoundError):
-            # The answer may have been lost, and not the request.
-            with contextlib.suppress(OSError, CheckpointCorrupted):
-                if self.read(name) == raw:
-                    return
+            standing = self._standing(name)
+            if standing == raw:
+                return
+            if condition:
+                # Not sent without: a request that is carried out later yet would replace what stands.
+                may_replace(standing)
             raise
+        if not condition:
+            standing = self._standing(name)
+            if standing != raw:
+                may_replace(standing)
+
+    def _standing(self, name: str) -> bytes | None:
+        with contextlib.suppress(OSError, CheckpointCorrupted):
+            return self.read(name)
+        return None
 
     def _key(self, name: str) -> str:
         return f"{self.key}/{name}"

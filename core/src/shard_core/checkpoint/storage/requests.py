@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_core.checkpoint.storage.portions import portions
@@ -74,6 +74,39 @@ def ranges(filesystem: AbstractFileSystem, url: str, wanted: Iterable[ObjectRang
             if len(data) != _length(each):
                 raise CheckpointCorrupted(f"{each.key!r} ends at byte {each.start + len(data)}; it was cut short.")
             yield data
+
+
+def beginnings(filesystem: AbstractFileSystem, url: str, keys: Sequence[str], most: int) -> Iterator[bytes]:
+    """Read the first bytes of objects, several at once; those that are not there are passed over.
+
+    Raises:
+        StorageError: If the store refuses.
+    """
+    for place in range(0, len(keys), _OBJECTS_AT_ONCE):
+        some = list(keys[place : place + _OBJECTS_AT_ONCE])
+        with asking(url):
+            answers: list[Any] = filesystem.cat_ranges(some, 0, most, on_error="return")
+        for key, answer in zip(some, answers, strict=True):
+            if isinstance(answer, bytes):
+                yield answer
+            elif not isinstance(answer, FileNotFoundError):
+                raise StorageError(f"the store of {url!r} did not give {key!r}: {_told(answer)}.") from answer
+
+
+def only_if(filesystem: AbstractFileSystem, info: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Say, for ``pipe_file``, that an object is to be written only if nothing has changed since it was looked at.
+
+    Args:
+        filesystem: The store.
+        info: What it told of the object; None if there was none.
+
+    Returns:
+        Empty where fsspec offers no such condition: it knows of none but S3's, which its client passes on.
+    """
+    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else {*filesystem.protocol}
+    if "s3" not in protocols:
+        return {}
+    return {"IfNoneMatch": "*"} if info is None else {"IfMatch": info["ETag"]}
 
 
 def _answers(filesystem: AbstractFileSystem, url: str, keys: list[str], starts: Any, stops: Any) -> list[bytes]:

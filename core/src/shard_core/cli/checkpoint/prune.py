@@ -80,7 +80,10 @@ def _remove(chosen: Sequence[Decision]) -> dict[str, str]:
         done, total = 0, sum(decision.bytes for decision in chosen)
         for decision in chosen:
             try:
-                (remove_entry if decision.removes == "all" else remove_leftovers)(decision.entry)
+                if decision.removes == "leftovers":
+                    remove_leftovers(decision.entry)
+                else:
+                    remove_entry(decision.entry, leftovers=decision.removes == "all")
             except CheckpointError as error:
                 failures[str(decision.entry.path)] = str(error)
             done += decision.bytes
@@ -114,7 +117,8 @@ def _print(decisions: Sequence[Decision], chosen: Sequence[Decision]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    words = {"nothing": Text("stays"), "all": Text("goes", "red"), "leftovers": Text("is cleaned", "yellow")}
+    goes = Text("goes", "red")
+    words = {"nothing": Text("stays"), "all": goes, "checkpoint": goes, "leftovers": Text("is cleaned", "yellow")}
     table = Table("name", Column("step", justify="right"), "age", Column("frees", justify="right"), "", "why")
     table.box = box.SIMPLE_HEAD
     for each in decisions:
