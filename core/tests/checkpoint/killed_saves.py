@@ -25,8 +25,11 @@ from thread_ranks import all_ranks
 from torch import nn
 
 from shard_core.checkpoint.folder import latest
+from shard_core.checkpoint.removal import remove_leftovers
 from shard_core.checkpoint.retention import Retention
+from shard_core.checkpoint.run_folder import run_entry
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
+from shard_core.checkpoint.storage.local import LocalFolder
 from shard_core.checkpoint.tensor_state import TensorState
 from shard_core.checkpoint.verify import verify
 from shard_core.collectives.process_group import ProcessGroupCollectives
@@ -182,6 +185,10 @@ def _what_is_left(run: Path, operation: int, form: str, kind: str, victim: str) 
     save(path, 2.0, form, retention)
     assert value_in(path) == 2.0
     assert latest(run) == path
+    entry = run_entry(LocalFolder(path))
+    assert entry is not None
+    remove_leftovers(entry)  # as ``shard checkpoint prune`` does
+    assert value_in(path) == 2.0
     content = json.loads((path / "manifest.json").read_text())
     named = {content["index"]["path"], *(file["path"] for file in content["files"])}
     assert {each.name for each in path.iterdir()} == {"manifest.json", *named}

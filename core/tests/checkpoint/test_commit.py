@@ -16,6 +16,8 @@ from shard_core.checkpoint.commit import Attempt
 from shard_core.checkpoint.folder import latest
 from shard_core.checkpoint.index import TensorRecord
 from shard_core.checkpoint.part import decode_layout, decode_part, encode_part, index_of
+from shard_core.checkpoint.removal import remove_leftovers
+from shard_core.checkpoint.run_folder import run_entry
 from shard_core.checkpoint.sharded import ShardedCheckpointIO
 from shard_core.checkpoint.storage.local import LocalFolder
 from shard_core.checkpoint.storage.record import FileRecord
@@ -94,11 +96,11 @@ def test_rank_0_failing_alone_fails_all(tmp_path):
     assert (tmp_path / "c").read_text() == "a file"
 
 
-def test_an_index_that_cannot_be_written_leaves_nothing(tmp_path):
+def test_plain_names_that_are_taken_are_left_alone(tmp_path):
     (tmp_path / "c" / "index.safetensors").mkdir(parents=True)
-    for error in _save_on_two(tmp_path / "c", 2.0):
-        assert "failed on 1 of 2 ranks: rank 0: IsADirectoryError" in str(error)
-    assert [path.name for path in (tmp_path / "c").iterdir()] == ["index.safetensors"]
+    (tmp_path / "c" / "model-00001-of-00002.safetensors").mkdir()
+    assert _save_on_two(tmp_path / "c", 2.0) == [None, None]
+    assert _value(tmp_path / "c") == 2.0
 
 
 def test_ranks_that_write_to_another_place_are_told_before_they_write(tmp_path):
@@ -108,7 +110,7 @@ def test_ranks_that_write_to_another_place_are_told_before_they_write(tmp_path):
 
         def gather_and_hide(value):
             answer = gather(value)
-            for sign in (tmp_path / "c").glob("part-00000-*") if coordinator.rank == 1 else ():
+            for sign in (tmp_path / "c").glob("index*") if coordinator.rank == 1 else ():
                 sign.unlink()  # rank 0 has written it, and not on this rank's disk
             return answer
 
@@ -170,14 +172,18 @@ def test_boxes_that_do_not_tile_are_never_committed(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_leftovers_of_an_attempt_that_died_are_never_taken_for_this_ones(tmp_path):
+def test_leftovers_of_an_attempt_that_died_are_never_taken_for_this_ones_nor_removed(tmp_path):
     dead = Attempt.begin(LocalFolder(tmp_path / "c"), 2)
-    for name in (dead.part_file(1), dead.tensor_file("model", 1), dead.tensor_file("optim", 0)):
+    names = {dead.part_file(1), dead.tensor_file("model", 1), dead.tensor_file("optim", 0)}
+    for name in names:
         (tmp_path / "c" / name).write_bytes(b"stale")
     assert latest(tmp_path) is None
     assert _save_on_two(tmp_path / "c", 1.0) == [None, None]
     assert _value(tmp_path / "c") == 1.0
-    assert not list((tmp_path / "c").glob("part-*")) + list((tmp_path / "c").glob("optim-*"))
+    entry = run_entry(LocalFolder(tmp_path / "c"))
+    assert set(entry.leftovers) == names | {"index.safetensors"}  # it may not be dead: nobody can tell
+    remove_leftovers(entry)
+    assert _value(tmp_path / "c") == 1.0
 
 
 def test_latest_is_the_newest_committed_one(tmp_path):

@@ -137,13 +137,14 @@ def test_an_index_that_is_wrong_about_what_one_rank_reads_is_refused_on_all():
 
     FailingStore.store.clear()
     all_ranks(2, save_on)
-    store, index = FailingStore(), f"{URL}/index.safetensors"
+    store = FailingStore()
+    manifest = json.loads(store.cat_file(f"{URL}/manifest.json"))
+    index = f"{URL}/{manifest['index']['path']}"
     columns = {name: column.copy() for name, column in safetensors.numpy.load(store.cat_file(index)).items()}
     bias, *halves = zip(columns["file"].tolist(), columns["begin"].tolist(), strict=True)
     columns["begin"][0] = next(begin for file, begin in halves if file == bias[0])
     raw = safetensors.numpy.save(columns)
     store.pipe_file(index, raw)
-    manifest = json.loads(store.cat_file(f"{URL}/manifest.json"))
     del manifest["digest"]
     manifest["index"] |= {"bytes": len(raw), "digest": xxhash.xxh3_64_hexdigest(raw)}
     body = json.dumps(manifest)[:-1].encode()

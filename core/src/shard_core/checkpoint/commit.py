@@ -162,13 +162,9 @@ class Attempt:
         ranks = range(self.world_size)
         try:
             step()
-        except CheckpointOvertaken:
-            self.discard(ranks)
-            self.leave()
-            raise
-        except OSError:
+        except Exception as error:
             # Only if it surely was not done: some file systems do what they say has failed.
-            if self.folder.holds(self._new_manifest):
+            if not isinstance(error, OSError) or self.folder.holds(self._new_manifest):
                 self.discard(ranks)
                 self.leave()
             raise

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -165,11 +164,9 @@ def next_sequence(saved: Folder) -> int:
     try:
         heads = saved.parent.beginnings(MANIFEST_NAME, HEAD_BYTES)
     except OSError as error:
-        warnings.warn(
-            f"the checkpoints beside {str(saved)!r} cannot be looked at, so this one may not count as the newest of "
-            f"them: {error}",
-            stacklevel=2,
-        )
+        # Who may not look at what is beside it, cannot ask for the newest of them either.
+        if not isinstance(error, PermissionError) and not isinstance(error.__cause__, PermissionError):
+            raise
     return 1 + max(map(sequence_in, heads), default=0)
 
 

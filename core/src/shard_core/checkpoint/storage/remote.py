@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
 from shard_core.checkpoint.storage.requests import ObjectRange, asking, beginnings, only_if, ranges, whole_objects
 from shard_core.checkpoint.storage.upload import Upload
-from shard_core.errors import CheckpointCorrupted, StorageError
+from shard_core.errors import CheckpointCorrupted, CheckpointError, StorageError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -214,8 +214,12 @@ class RemoteFolder(Folder):
         conditions another request may have come in between.
         """
         key = self._key(name)
-        info = self._info(key)
-        may_replace(None if info is None else self.read(name))
+        try:
+            info = self._info(key)
+            standing = None if info is None else self.read(name)
+        except StorageError as error:
+            raise CheckpointError(str(error)) from error  # nothing was sent
+        may_replace(standing)
         condition = only_if(self.filesystem, info)
         try:
             with asking(self.path):
