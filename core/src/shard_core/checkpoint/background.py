@@ -71,10 +71,17 @@ class AsyncCheckpointIO(CheckpointIO):
         storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
         values: Collection[str] = (),
+        take_values: Callable[[dict[str, Any]], object] | None = None,
     ) -> LoadedCheckpoint:
         """Fill a state in place; see ``CheckpointIO.load``."""
         return self._inner.load(
-            path, state, coordinator=coordinator, storage_options=storage_options, strict=strict, values=values
+            path,
+            state,
+            coordinator=coordinator,
+            storage_options=storage_options,
+            strict=strict,
+            values=values,
+            take_values=take_values,
         )
 
     def latest(

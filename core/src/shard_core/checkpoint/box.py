@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,37 @@ class Box:
         )
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def span(self, whole: Box) -> tuple[int, int]:
+        """Give the first of its elements and the one after the last, counted row by row in a larger box.
+
+        Example:
+            >>> Box((1, 1), (2, 2)).span(Box.whole((4, 3)))
+            (4, 9)
+        """
+        first = last = 0
+        for size, part in zip(whole.sizes, self.slices(whole.offsets), strict=True):
+            first, last = first * size + part.start, last * size + part.stop - 1
+        return first, last + 1
+
+    def pieces(self, whole: Box, most: int) -> Iterator[Box]:
+        """Cut it into boxes of which none spans more than so many elements of a larger box.
+
+        Example:
+            >>> [piece.offsets for piece in Box.whole((4, 3)).pieces(Box.whole((4, 3)), 6)]
+            [(0, 0), (2, 0)]
+        """
+        if not self.volume:
+            return
+        first, last = self.span(whole)
+        dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
+        if last - first <= most or dim is None:
+            yield self
+            return
+        half = self.sizes[dim] // 2
+        for start, size in ((0, half), (half, self.sizes[dim] - half)):
+            offsets = (*self.offsets[:dim], self.offsets[dim] + start, *self.offsets[dim + 1 :])
+            yield from Box(offsets, (*self.sizes[:dim], size, *self.sizes[dim + 1 :])).pieces(whole, most)
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -66,8 +66,18 @@ class Contents:
         """The user's keys of what is kept besides modules and optimizers."""
         return frozenset((*self._stateful, *self._plain))
 
-    def restore(self, values: Mapping[str, Any], into: dict[str, Any] | None) -> dict[str, Any]:
-        """Give stateful objects their state back and replace plain values in the user's dict.
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Give stateful objects their state back.
+
+        Args:
+            values: What the checkpoint holds; what it lacks stays as it is.
+        """
+        for key, value in self._stateful.items():
+            if key in values:
+                value.load_state_dict(values[key])
+
+    def replace(self, values: Mapping[str, Any], into: dict[str, Any] | None) -> dict[str, Any]:
+        """Replace plain values in the user's dict.
 
         Args:
             values: What the checkpoint holds; what it lacks stays as it is.
@@ -76,9 +86,6 @@ class Contents:
         Returns:
             The values nobody asked for.
         """
-        for key, value in self._stateful.items():
-            if key in values:
-                value.load_state_dict(values[key])
         for key in self._plain:
             if key in values and into is not None:
                 into[key] = values[key]

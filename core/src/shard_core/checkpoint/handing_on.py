@@ -16,7 +16,7 @@ from shard_core.checkpoint.storage.mapping import FileRange
 from shard_core.checkpoint.storage.portions import portions
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.storage.mapping import FileMaps
+    from shard_core.checkpoint.storage.mapping import FileReads
     from shard_core.coordinator import Coordinator
 
 #: How much is on its way between ranks at once: so much memory is needed.
@@ -35,14 +35,14 @@ class _Shared:
         return self.range.stop - self.range.start
 
 
-def hand_on(maps: FileMaps, wanted: Sequence[FileRange], coordinator: Coordinator, doing: str) -> None:
+def hand_on(reads: FileReads, wanted: Sequence[FileRange], coordinator: Coordinator, doing: str) -> None:
     """Bring what many ranks want, each range on one rank alone; every rank calls this.
 
     What is handed on reaches all ranks, so this is done with what at least half of them want: all of what replicas of a
     whole model read, none of what is cut over many ranks. The rest each rank brings for itself, when it verifies it.
 
     Args:
-        maps: Where the bytes go, on this rank.
+        reads: Where the bytes go, on this rank.
         wanted: What this rank will look at.
         coordinator: How ranks talk.
         doing: What this is part of, for messages.
@@ -54,14 +54,14 @@ def hand_on(maps: FileMaps, wanted: Sequence[FileRange], coordinator: Coordinato
     table = np.array(sorted(mine), dtype=np.int64).reshape(-1, len(FileRange._fields))
     for group in portions(_shared(coordinator.gather_objects(table)), len, _BYTES_AT_ONCE):
         own = [each.range for each in group if each.reader == coordinator.rank]
-        together(coordinator, doing, functools.partial(maps.bring, own))
+        together(coordinator, doing, functools.partial(reads.bring, own))
         brought: dict[FileRange, bytes] = {}
         for reader in sorted({each.reader for each in group}):
-            data = [bytes(maps.file(each.file).bytes(each.start, each.stop)) for each in own]
+            data = [reads.file(each.file).read(each.start, each.stop) for each in own]
             handed = coordinator.broadcast_object(data if reader == coordinator.rank else [], src=reader)
             brought.update(zip((each.range for each in group if each.reader == reader), handed, strict=True))
         kept = {each: data for each, data in brought.items() if each in mine and each not in own}
-        together(coordinator, doing, functools.partial(maps.keep, kept))
+        together(coordinator, doing, functools.partial(reads.keep, kept))
 
 
 def _shared(tables: Sequence[npt.NDArray[np.int64]]) -> Iterator[_Shared]:

@@ -127,6 +127,7 @@ class CheckpointIO(abc.ABC):
         storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
         values: Collection[str] = (),
+        take_values: Callable[[dict[str, Any]], object] | None = None,
     ) -> LoadedCheckpoint:
         """Fill modules and optimizers in place, at any number of ranks, from any number of ranks.
 
@@ -137,6 +138,9 @@ class CheckpointIO(abc.ABC):
             storage_options: For the store a URL names.
             strict: Whether a difference is an error rather than something to leave as it is.
             values: The user's names of the values that are asked for; one that is lacking is a difference.
+            take_values: Called on every rank with all values, once everything else is found to be in order and before
+                any tensor is filled. What it raises stops the load there. It may be called again, if the checkpoint
+                is replaced while it is read.
 
         Raises:
             CheckpointNotFound: If there is no committed checkpoint at the path.

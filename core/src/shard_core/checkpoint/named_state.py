@@ -91,6 +91,11 @@ class NamedState(TrainingState):
         for optimizer in self._optimizers.values():
             optimizer.make_room(slots)
 
+    def check_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
+        """Prove that scalars and hyper-parameters can be brought back."""
+        for optimizer in self._optimizers.values():
+            optimizer.check([record for record in optimizers if record.module == optimizer.module])
+
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
         """Bring scalars and hyper-parameters back."""
         for optimizer in self._optimizers.values():

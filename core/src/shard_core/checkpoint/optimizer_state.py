@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
+from shard_core.checkpoint.fields import shown
 from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES, OptimizerRecord
-from shard_core.errors import CheckpointError
+from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -108,6 +110,7 @@ class OptimizerTensors:
 
     def make_room(self, slots: Sequence[Slot]) -> None:
         """Make tensors for state that the optimizer has not made; it gets them in ``restore``."""
+        self._made.clear()  # a load may begin anew, with another checkpoint in the same place
         for slot in slots:
             parameter = self._parameters.get(slot.name)
             if parameter is None or slot.module != self.module or slot.parameter_shape != self._shapes[slot.name]:
@@ -123,6 +126,23 @@ class OptimizerTensors:
                 self._made[slot.name, slot.slot] = torch.zeros(slot.shape, dtype=slot.dtype, device=parameter.device)
 
     @torch.no_grad()
+    def check(self, records: Sequence[OptimizerRecord]) -> None:
+        """Prove that ``restore`` can do with what a checkpoint says, on copies of what it would change.
+
+        Raises:
+            CheckpointCorrupted: Naming the first value that cannot be brought back.
+        """
+        for name, parameter, scalars in self._scalars(records):
+            before = self._optimizer.state.get(parameter, {})
+            for slot, value in scalars.items():
+                with self._refusing(f"{slot!r} of {name!r}", value):
+                    self._scalar(value, _copy(before.get(slot)), parameter)
+        for group, source in self._sources(records):
+            for key, value in source.items():
+                with self._refusing(f"{key!r}", value):
+                    _in_place_of(_copy(group.get(key)), value)
+
+    @torch.no_grad()
     def restore(self, records: Sequence[OptimizerRecord], held: set[tuple[str, str]]) -> None:
         """Bring everything back but the elements of tensors.
 
@@ -130,16 +150,35 @@ class OptimizerTensors:
             records: What the checkpoint says of this module's optimizers.
             held: The (parameter's name, slot) of the tensors it holds; others are dropped.
         """
+        for name, parameter, scalars in self._scalars(records):
+            self._restore_parameter(name, parameter, scalars, held)
+        for group, source in self._sources(records):
+            for key, value in source.items():
+                group[key] = _in_place_of(group.get(key), value)
+
+    def _scalars(self, records: Sequence[OptimizerRecord]) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
+        """Give each parameter that is restored, its name first and what the checkpoint has of its scalars last."""
         scalars = {name: record.scalars.get(name, {}) for record in records for name in record.names}
         for name, parameter in self._parameters.items():
             if name in scalars:
-                self._restore_parameter(name, parameter, scalars[name], held)
+                yield name, parameter, scalars[name]
+
+    def _sources(self, records: Sequence[OptimizerRecord]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Give each group and the hyper-parameters that it gets."""
         saved = {name: group for record in records for group in record.groups for name in group["params"]}
         for names, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             source = next((saved[name] for name in names if name in saved), {})
-            for key, value in source.items():
-                if key not in _NAMES and key not in KERNEL_CHOICES:
-                    group[key] = _in_place_of(group.get(key), value)
+            yield group, {key: value for key, value in source.items() if key not in _NAMES | KERNEL_CHOICES}
+
+    @contextlib.contextmanager
+    def _refusing(self, what: str, value: Any) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointCorrupted(
+                f"optimizer {self._owner!r} cannot take {shown(value)} for {what}, which the checkpoint says it is: "
+                f"{error}; nothing was changed, use another checkpoint."
+            ) from error
 
     def _restore_parameter(
         self, name: str, parameter: torch.Tensor, scalars: Mapping[str, Any], held: set[tuple[str, str]]
@@ -199,6 +238,10 @@ def _zeros_beside(parameter: DTensor, slot: Slot) -> DTensor:
 
     placements = [placement if follows(placement) else Replicate() for placement in parameter.placements]
     return zeros(slot.shape, dtype=slot.dtype, device_mesh=parameter.device_mesh, placements=placements)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _in_place_of(before: Any, value: Any) -> Any:

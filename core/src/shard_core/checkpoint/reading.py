@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from shard_core.checkpoint.dtypes import ITEM_SIZES, torch_dtype
 from shard_core.checkpoint.handing_on import hand_on
 from shard_core.checkpoint.index import SHARED_BYTES
 from shard_core.checkpoint.storage.mapping import FileRange
-from shard_core.checkpoint.tensor_file import BLOCK_BYTES
+from shard_core.checkpoint.tensor_file import BLOCK_BYTES, tensor_bytes
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class TensorReader:
 
     def __init__(self, folder: Folder, index: ChunkIndex) -> None:
         self._index = index
-        self._maps = folder.maps(index.files)
+        self._files = folder.reads(index.files)
+        self._staging = memoryview(bytearray(BLOCK_BYTES))
 
     def plan(self, key: str, box: Box) -> list[Read]:
         """Tell what must be read for a box of a tensor."""
@@ -89,7 +91,7 @@ class TensorReader:
         Raises:
             CheckpointError: On every rank, if the bytes cannot be brought on any.
         """
-        hand_on(self._maps, list(self._blocks_of(reads)), coordinator, doing)
+        hand_on(self._files, list(self._blocks_of(reads)), coordinator, doing)
 
     def verify(self, reads: Iterable[Read]) -> None:
         """Bring the bytes about to be read to where they can be looked at, and compare them with their digests.
@@ -97,14 +99,27 @@ class TensorReader:
         Raises:
             CheckpointCorrupted: Naming the tensors whose bytes are not those that were saved.
         """
+        reads = list(reads)
         needed = self._blocks_of(reads)
-        self._maps.bring(needed)
+        self._files.bring(needed)
+        for number in {read.chunk.file for read in reads}:
+            self._files.file(number)  # opened before anything is touched, even for what has no bytes
         damaged: dict[str, str] = {}
         for (file, begin, end), (key, digest) in needed.items():
-            if xxhash.xxh3_64_intdigest(self._maps.file(file).bytes(begin, end)) != digest:
+            block = self._staging[: end - begin]
+            self._files.file(file).read_into(begin, block)
+            if xxhash.xxh3_64_intdigest(block) != digest:
                 damaged[key] = self._index.files[file].path
         if damaged:
             raise CheckpointCorrupted(damage_sentence(list(damaged.items())))
+
+    def check_unchanged(self) -> None:
+        """Make sure that nobody has written to the files since they were opened.
+
+        Raises:
+            CheckpointCorrupted: If somebody has.
+        """
+        self._files.check_unchanged()
 
     def fill(self, shard: TensorShard, reads: Sequence[Read]) -> None:
         """Copy what was planned into a shard's view.
@@ -114,16 +129,35 @@ class TensorReader:
         """
         filled = 0
         for read in reads:
-            shard.view[read.box.slices(shard.offsets)].copy_(self.view(read))
+            self.read_into(shard.view[read.box.slices(shard.offsets)], read)
             filled += read.box.volume
+        torch.autograd.graph.increment_version(shard.view)  # what is read from a file torch does not count
         if filled != shard.view.numel():
             raise CheckpointError(
                 f"{shard.key!r}: {filled} of {shard.view.numel()} elements were found; the checkpoint is incomplete."
             )
 
+    def read_into(self, target: torch.Tensor, read: Read) -> None:
+        """Copy what was planned into a tensor of its shape; its digest is not looked at."""
+        record = self._index.record(read.key)
+        file, dtype = self._files.file(read.chunk.file), torch_dtype(record.dtype)
+        strides = [math.prod(read.chunk.box.sizes[dim + 1 :]) for dim in range(len(read.box.sizes))]
+        for piece in read.box.pieces(read.chunk.box, len(self._staging) // dtype.itemsize):
+            part = target[piece.slices(read.box.offsets)]
+            first, last = piece.span(read.chunk.box)
+            begin = read.chunk.begin + first * dtype.itemsize
+            if last - first == piece.volume and _is_plain(part, dtype):
+                file.read_into(begin, tensor_bytes(part))
+                continue
+            stored = self._staging[: (last - first) * dtype.itemsize]
+            file.read_into(begin, stored)
+            part.copy_(torch.frombuffer(stored, dtype=dtype).as_strided(piece.sizes, strides))
+
     def view(self, read: Read) -> torch.Tensor:
-        """View what was planned where it is stored; nobody may write to it, and its digest was not looked at."""
-        return self._source(read)[read.box.slices(read.chunk.box.offsets)]
+        """Read what was planned into host memory; its digest is not looked at."""
+        tensor = torch.empty(read.box.sizes, dtype=torch_dtype(self._index.record(read.key).dtype))
+        self.read_into(tensor, read)
+        return tensor
 
     def full(self, key: str) -> torch.Tensor:
         """Read a whole tensor into host memory, verified."""
@@ -132,12 +166,12 @@ class TensorReader:
         reads = self.plan(key, Box.whole(record.shape))
         self.verify(reads)
         for read in reads:
-            tensor[read.box.slices((0,) * tensor.dim())].copy_(self._source(read))
+            self.read_into(tensor[read.box.slices((0,) * tensor.dim())], read)
         return tensor
 
     def release(self) -> None:
-        """Let go of what was read, before more is: nobody will look at a view of it any more."""
-        self._maps.release()
+        """Let go of what was brought, before more is."""
+        self._files.release()
 
     def _blocks_of(self, reads: Iterable[Read]) -> dict[FileRange, tuple[str, int]]:
         """Tell which blocks are needed, whose they are, and their digests."""
@@ -151,24 +185,19 @@ class TensorReader:
                 needed[where] = read.key, read.chunk.digests[block]
         return needed
 
-    def _source(self, read: Read) -> torch.Tensor:
-        record = self._index.record(read.key)
-        end = read.chunk.begin + self._chunk_bytes(read)
-        return self._maps.file(read.chunk.file).tensor(
-            read.chunk.begin, end, torch_dtype(record.dtype), read.chunk.box.sizes
-        )
-
     def _chunk_bytes(self, read: Read) -> int:
         return read.chunk.box.volume * ITEM_SIZES[self._index.record(read.key).dtype]
 
     def _blocks(self, read: Read) -> tuple[int, int]:
         """Tell which of a chunk's blocks hold the bytes between the first and the last element read."""
-        sizes = read.chunk.box.sizes
-        first = last = 0
-        for size, part in zip(sizes, read.box.slices(read.chunk.box.offsets), strict=True):
-            first, last = first * size + part.start, last * size + part.stop - 1
+        first, last = read.box.span(read.chunk.box)
         item = ITEM_SIZES[self._index.record(read.key).dtype]
-        return first * item // BLOCK_BYTES, ((last + 1) * item - 1) // BLOCK_BYTES + 1
+        return first * item // BLOCK_BYTES, (last * item - 1) // BLOCK_BYTES + 1
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a tensor's elements are bytes of host memory in a row, as they are in a file."""
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def damage_sentence(damaged: Sequence[tuple[str, str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,13 +43,23 @@ class Restoration:
         state: What to fill; None for the values alone.
         strict: Whether differences are an error.
         values: Names of the values that must be there.
+        take_values: Called with all values before anything is filled.
     """
 
-    def __init__(self, folder: Folder, state: TrainingState | None, *, strict: bool, values: Collection[str]) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        state: TrainingState | None,
+        *,
+        strict: bool,
+        values: Collection[str],
+        take_values: Callable[[dict[str, Any]], object] | None = None,
+    ) -> None:
         self._folder = folder
         self._state = state
         self._strict = strict
         self._asked_values = values
+        self._take_values = take_values
         self._planned: list[tuple[TensorShard, list[Read]]] = []
         self._records: list[OptimizerRecord] = []
         self._differences: list[str] = []
@@ -85,23 +95,35 @@ class Restoration:
         self._reader.hand_on(self._reads(), coordinator, doing)
 
     def verify(self) -> None:
-        """Verify the digests of what will be read, and read the values.
+        """Verify the digests of what will be read, read the values, and prove that all can be filled.
 
         Raises:
             CheckpointCorrupted: If the files are not what was committed.
         """
         self._reader.verify(read for _, reads in self._planned for read in reads)
         self._values = {key: decode(value, self._stored_value) for key, value in self._manifest.values.items()}
+        if self._state is not None:
+            self._state.check_load(self._records)
+        if self._take_values is not None:
+            self._take_values(dict(self._values))
+        self._reader.check_unchanged()
 
     @torch.no_grad()
     def fill(self) -> None:
         """Bring everything into the state.
 
         Raises:
-            CheckpointError: If something that was asked for was not filled.
+            CheckpointError: If something that was asked for was not filled, or a file was changed meanwhile.
         """
-        for shard, reads in self._planned:
-            self._reader.fill(shard, reads)
+        try:
+            for shard, reads in self._planned:
+                self._reader.fill(shard, reads)
+            self._reader.check_unchanged()
+        except CheckpointCorrupted as error:
+            raise CheckpointCorrupted(
+                f"{error} A part of it is loaded by now, so modules and optimizers hold neither what they held nor what "
+                "was saved; load another checkpoint."
+            ) from error
         if self._state is not None:
             self._state.finish_load(self._records)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shard_core.checkpoint.agreement import check_same_path, together
 from shard_core.checkpoint.behind_training import save_behind_training
 from shard_core.checkpoint.filtered_state import FilteredState
-from shard_core.checkpoint.folder import latest, read_manifest
+from shard_core.checkpoint.folder import latest, read_manifest, standing_manifest
 from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
 from shard_core.checkpoint.restoration import Restoration
 from shard_core.checkpoint.retention import Retention
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.storage.interface import Folder
     from shard_core.coordinator import Coordinator
 
 _FORMS = ("sharded", "full")
+#: How often a load begins anew because the checkpoint has been replaced meanwhile.
+_MOST_REPLACED = 20
 
 
 class ShardedCheckpointIO(CheckpointIO):
@@ -84,36 +87,35 @@ class ShardedCheckpointIO(CheckpointIO):
         storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
         values: Collection[str] = (),
+        take_values: Callable[[dict[str, Any]], object] | None = None,
     ) -> LoadedCheckpoint:
         """Fill a state in place; see ``CheckpointIO.load``."""
         doing = f"loading {os.fspath(path)!r}"
 
-        manifest = b""
-
-        def look() -> str:
-            nonlocal manifest
-            # Rank 0 alone looks: on shared file systems ranks may see different things.
-            folder = open_folder(path, storage_options)
-            if coordinator.rank == 0:
-                manifest = read_manifest(folder)
+        def begin() -> str:
+            open_folder(path, storage_options)
             return os.fspath(path)
 
-        check_same_path(together(coordinator, doing, look))
-        manifest = coordinator.broadcast_object(manifest)
+        check_same_path(together(coordinator, doing, begin))
         folder = open_folder(path, storage_options)
-        restoration = Restoration(folder, state, strict=strict, values=values)
-        # What is on a disk comes sooner from there than from another rank: mostly out of the host's own memory.
-        handing_on = folder.far and coordinator.world_size > 1
-
-        def prepare() -> None:
-            restoration.prepare(manifest)
-            if not handing_on:
-                restoration.verify()
-
-        together(coordinator, doing, prepare)
-        if handing_on:
-            restoration.hand_on(coordinator, doing)
-            together(coordinator, doing, restoration.verify)
+        # Rank 0 alone looks: on shared file systems ranks may see different things.
+        manifest = _looked_up(coordinator, doing, lambda: read_manifest(folder))
+        for _ in range(_MOST_REPLACED):
+            restoration = Restoration(folder, state, strict=strict, values=values, take_values=take_values)
+            try:
+                _prepare(restoration, manifest, folder, coordinator, doing)
+                break
+            except CheckpointError:
+                before = manifest
+                manifest = _looked_up(coordinator, doing, lambda: standing_manifest(folder) or b"")
+                if manifest in (b"", before):
+                    raise
+                # What it named may be gone by now, and what it said does not count any more.
+        else:
+            raise CheckpointError(
+                f"{os.fspath(path)!r} was replaced {_MOST_REPLACED} times while it was read; load it when nobody saves "
+                "there so often, or save each checkpoint to a path of its own."
+            )
         together(coordinator, doing, restoration.fill)
         return restoration.loaded()
 
@@ -122,6 +124,35 @@ class ShardedCheckpointIO(CheckpointIO):
     ) -> Path | str | None:
         """Find the newest committed checkpoint; see ``CheckpointIO.latest``."""
         return latest(folder, storage_options=storage_options)
+
+
+def _looked_up(coordinator: Coordinator, doing: str, look: Callable[[], bytes]) -> bytes:
+    """Let rank 0 look something up for all ranks."""
+    found = b""
+
+    def phase() -> None:
+        nonlocal found
+        if coordinator.rank == 0:
+            found = look()
+
+    together(coordinator, doing, phase)
+    return coordinator.broadcast_object(found)
+
+
+def _prepare(restoration: Restoration, manifest: bytes, folder: Folder, coordinator: Coordinator, doing: str) -> None:
+    """Do all of a load that changes nothing."""
+    # What is on a disk comes sooner from there than from another rank: mostly out of the host's own memory.
+    handing_on = folder.far and coordinator.world_size > 1
+
+    def prepare() -> None:
+        restoration.prepare(manifest)
+        if not handing_on:
+            restoration.verify()
+
+    together(coordinator, doing, prepare)
+    if handing_on:
+        restoration.hand_on(coordinator, doing)
+        together(coordinator, doing, restoration.verify)
 
 
 def _check_same_way(asked: Sequence[tuple[str, bool]]) -> None:

@@ -80,6 +80,16 @@ class TrainingState(abc.ABC):
                 could take is left out silently; the comparison names it.
         """
 
+    def check_load(self, optimizers: Sequence[OptimizerRecord]) -> None:  # noqa: B027 - there may be nothing to prove
+        """Prove, before any tensor is filled, that ``finish_load`` can do with what it will be given.
+
+        Args:
+            optimizers: As in ``finish_load``.
+
+        Raises:
+            CheckpointCorrupted: If it cannot; nothing was changed.
+        """
+
     @abc.abstractmethod
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
         """Bring scalars and hyper-parameters back, and push copies to where the engine keeps them.

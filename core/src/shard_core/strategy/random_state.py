@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core.checkpoint.agreement import together
 from shard_core.errors import CheckpointCorrupted
 from shard_core.randomness import (
     check_generator_states,
@@ -62,35 +61,31 @@ def generator_kept(engine: Engine) -> Iterator[None]:
             engine.engine_set_random_state(before)
 
 
-def check_random_state(saved: Any, coordinator: Coordinator, device: torch.device, data_rank: int) -> list[int]:
-    """Prove that ``take_up`` can do with what a checkpoint holds; every rank calls this.
+def check_random_state(saved: Any, rank: int, device: torch.device, engine: torch.Tensor | None) -> None:
+    """Prove that ``take_up`` can do with what a checkpoint holds.
 
     Args:
         saved: What ``gather_random_state`` may have returned.
-        coordinator: What ranks talk through.
+        rank: This rank.
         device: This rank's.
-        data_rank: This rank's place among those that see different data.
-
-    Returns:
-        The ranks' data ranks.
+        engine: Where the engine's own generator stands on this rank, if it has one.
 
     Raises:
-        CheckpointCorrupted: On every rank, if it cannot on any.
+        CheckpointCorrupted: If it cannot.
     """
-
-    def check() -> int:
-        try:
-            rows = _rows(saved)
-            rank = coordinator.rank if coordinator.rank < len(saved["data_ranks"]) else 0
-            check_generator_states({name: each[rank].clone() for name, each in rows.items()}, device)
-        except ValueError as error:
-            raise CheckpointCorrupted(
-                f"the checkpoint does not say where the random number generators stood: {error}; modules and "
-                "optimizers are loaded, the generators are as they were; use another checkpoint."
-            ) from error
-        return data_rank
-
-    return together(coordinator, "taking up the random number generators", check)
+    try:
+        rows = _rows(saved)
+        row = rank if rank < len(saved["data_ranks"]) else 0
+        mine = {name: each[row].clone() for name, each in rows.items()}
+        check_generator_states(mine, device)
+        other = mine.get("engine")
+        if engine is not None and other is not None and (other.dtype, other.shape) != (engine.dtype, engine.shape):
+            raise ValueError(f"'engine' is no {engine.dtype} tensor of shape {tuple(engine.shape)}")
+    except ValueError as error:
+        raise CheckpointCorrupted(
+            f"the checkpoint does not say where the random number generators stood: {error}; nothing was changed, use "
+            "another checkpoint."
+        ) from error
 
 
 def _rows(saved: Any) -> dict[str, torch.Tensor]:
@@ -120,7 +115,7 @@ def take_up(
     Args:
         saved: What ``gather_random_state`` returned.
         rank: This rank.
-        data_ranks: What ``check_random_state`` returned for it.
+        data_ranks: Every rank's place among those that see different data.
         device: This rank's.
 
     Returns:

@@ -124,7 +124,8 @@ class Remembering(Looking):
                 values are replaced in the dict. None restores nothing and returns all values. With an
                 optimizer among them the run goes on, and so do the random number generators.
             storage_options: For the store a URL names.
-            strict: Whether anything that differs or lacks is an error, before anything was touched.
+            strict: Whether anything that differs or lacks is an error, before anything was touched. Stateful objects are
+                given theirs before any tensor is, so that one that refuses it leaves modules and optimizers alone.
 
         Returns:
             What was in the checkpoint and not asked for: values, and None for each module and optimizer.
@@ -147,6 +148,17 @@ class Remembering(Looking):
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
         # Checked with all else: a value found lacking after the tensors were filled would come too late.
         values = contents.names_of_values - {PRECISION_KEY}
+        data_ranks = self.collectives.gather_objects(self.distributed_sampler_kwargs["rank"])
+
+        taken = False
+
+        def take_values(found: Mapping[str, Any]) -> None:
+            nonlocal taken
+            if contents.optimizers and RANDOM_KEY in found:
+                check_random_state(found[RANDOM_KEY], self.global_rank, self.root_device, self.engine_random_state())
+            contents.restore(found)
+            taken = True
+
         loaded = self._on_all_ranks(
             "loading",
             path,
@@ -157,18 +169,17 @@ class Remembering(Looking):
                 storage_options=storage_options,
                 strict=strict,
                 values=values,
+                take_values=take_values,
             ),
         )
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
-        random = loaded.values.pop(RANDOM_KEY, None) if contents.optimizers else None
-        if random is not None:
-            data_rank = self.distributed_sampler_kwargs["rank"]
-            data_ranks = check_random_state(random, self.collectives, self.root_device, data_rank)
-        left = contents.restore(loaded.values, into=state)
-        if random is not None:
+        if not taken:  # by a part that hands values out when all is filled
+            self._on_all_ranks("loading", path, lambda: take_values(loaded.values))
+        random = loaded.values.pop(RANDOM_KEY, None)
+        left = contents.replace(loaded.values, into=state)
+        if contents.optimizers and random is not None:
             self._take_up(random, data_ranks)
-        left.pop(RANDOM_KEY, None)
         return {**dict.fromkeys(loaded.remainder), **left}
 
     def load_weights(

@@ -48,6 +48,7 @@ class DeviceState(NamedState):
         import torch_xla
         import torch_xla.core.xla_model as xm
 
+        self.forget()  # a load may begin anew
         torch_xla.sync()  # one graph for all; each fetch would run a piece of its own
         xm.wait_device_ops()  # parts of a tensor that is still being computed cannot be asked for
         found: list[TensorShard] = []
@@ -93,6 +94,10 @@ class DeviceState(NamedState):
     @abc.abstractmethod
     def push(self) -> None:
         """Bring all that was copied back to the devices, now that it was filled."""
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Let go of what was copied."""
 
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
         """Push what was filled, and bring scalars and hyper-parameters back."""
@@ -156,6 +161,10 @@ class FlatState(DeviceState):
         for tensor, host in self._copies:
             tensor.detach().copy_(host)
         torch_xla.sync()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the host's copies."""
         self._copies.clear()
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -215,6 +224,10 @@ class SpreadState(DeviceState):
         for tensor, host in self._copies:
             tensor.detach().copy_(host)
         torch_xla.sync()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the parts and of the host's copies."""
         self._parts.clear()
         self._copies.clear()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shard_core.checkpoint.storage.mapping import FileMaps, FileRange, MappedFile
+from shard_core.checkpoint.storage.mapping import FileRange, FileReads, OpenedFile
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _REQUEST_BYTES = 1 << 23
 
 
-class FetchedMaps(FileMaps):
-    """Maps of anonymous local files, as long as the objects, with holes where nothing was brought.
+class FetchedReads(FileReads):
+    """Anonymous local files, as long as the objects, with holes where nothing was brought.
 
     Neither memory nor disk holds more than was brought and not yet let go, and a process that dies leaves nothing.
 
@@ -53,43 +53,43 @@ class FetchedMaps(FileMaps):
             self._copy(each.file).put(each.start, data)
         self._here.update(brought)
 
-    def file(self, number: int) -> MappedFile:
-        """Give the map of one file."""
+    def file(self, number: int) -> OpenedFile:
+        """Open what was fetched of one object."""
         return self._copy(number)
 
+    def check_unchanged(self) -> None:
+        """Do nothing: nobody else has a name for these files."""
+
     def release(self) -> None:
-        """Give the room on the disk back, once no tensor views it."""
+        """Give the room on the disk back."""
         self._copies.clear()
         self._here.clear()
 
     def _copy(self, number: int) -> _Copy:
         if number not in self._copies:
-            self._copies[number] = _Copy(self._records[number].bytes)
+            self._copies[number] = _Copy(self._records[number])
         return self._copies[number]
 
 
-class _Copy(MappedFile):
+class _Copy(OpenedFile):
     """What was fetched of one object."""
 
-    def __init__(self, length: int) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when nobody has the copy any more
-        self._file.truncate(length)
-        super().__init__(self._file.fileno(), mmap.MAP_SHARED)
+    def __init__(self, record: FileRecord) -> None:
+        with tempfile.TemporaryFile() as file:
+            file.truncate(record.bytes)
+            super().__init__(os.dup(file.fileno()), record.path)
 
     def put(self, start: int, data: bytes) -> None:
-        # Written and not copied into the map, where a full disk would kill the process.
+        left = memoryview(data)
         try:
-            self._file.seek(start)
-            self._file.write(data)
-            self._file.flush()
+            while left:
+                count = os.pwrite(self._descriptor, left, start)
+                start, left = start + count, left[count:]
         except OSError as error:
             raise CheckpointError(
                 f"what is read from a store passes through {tempfile.gettempdir()!r}, which refuses: "
                 f"{error.strerror}; set TMPDIR to a folder with room for what one rank reads."
             ) from error
-
-    def __del__(self) -> None:
-        self._file.close()
 
 
 def _requests(ranges: Iterable[FileRange]) -> Iterator[FileRange]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.storage.mapping import FileMaps
+    from shard_core.checkpoint.storage.mapping import FileReads
     from shard_core.checkpoint.storage.record import FileRecord
 
 
@@ -176,8 +176,8 @@ class Folder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def maps(self, records: Sequence[FileRecord]) -> FileMaps:
-        """Give memory maps of files that a manifest names; none is opened before it is needed."""
+    def reads(self, records: Sequence[FileRecord]) -> FileReads:
+        """Give files that a manifest names to read from; none is opened before it is needed."""
 
     # Writing.
 

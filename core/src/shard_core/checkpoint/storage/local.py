@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
 from shard_core.checkpoint.storage.locking import LOCK_NAME, locked
-from shard_core.checkpoint.storage.mapping import FileMaps, FileRange, MappedFile
+from shard_core.checkpoint.storage.mapping import FileRange, FileReads, OpenedFile
 from shard_core.checkpoint.storage.side_by_side import SideBySide
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
@@ -106,7 +105,10 @@ class LocalFolder(Folder):
         """Read the beginning of a file of this name in each of its folders; those that have none are passed over."""
         found = []
         for folder in self.folders():
-            with contextlib.suppress(CheckpointCorrupted), open(open_regular(self.path / folder.name / name), "rb") as file:
+            with (
+                contextlib.suppress(CheckpointCorrupted),
+                open(open_regular(self.path / folder.name / name), "rb") as file,
+            ):
                 found.append(file.read(most))
         return found
 
@@ -114,9 +116,9 @@ class LocalFolder(Folder):
         """Open a file that a manifest names."""
         return _LocalFile(open_recorded(self.path, record))
 
-    def maps(self, records: Sequence[FileRecord]) -> FileMaps:
-        """Give memory maps of files that a manifest names; none is opened before it is needed."""
-        return _LocalMaps(self.path, records)
+    def reads(self, records: Sequence[FileRecord]) -> FileReads:
+        """Give files that a manifest names to read from; none is opened before it is needed."""
+        return _LocalReads(self.path, records)
 
     def make(self) -> None:
         """Make it and its parents, each of which must outlast a loss of power."""
@@ -248,13 +250,13 @@ class _LocalFile(StoredFile):
         self._file.close()
 
 
-class _LocalMaps(FileMaps):
-    """Maps of the files themselves: nothing is brought, and nothing is let go."""
+class _LocalReads(FileReads):
+    """The files themselves: nothing is brought."""
 
     def __init__(self, folder: Path, records: Sequence[FileRecord]) -> None:
         self._folder = folder
         self._records = records
-        self._files: dict[int, MappedFile] = {}
+        self._files: dict[int, OpenedFile] = {}
 
     def bring(self, ranges: Iterable[FileRange]) -> None:
         pass
@@ -262,14 +264,15 @@ class _LocalMaps(FileMaps):
     def keep(self, brought: Mapping[FileRange, bytes]) -> None:
         pass
 
-    def file(self, number: int) -> MappedFile:
+    def file(self, number: int) -> OpenedFile:
         if number not in self._files:
-            descriptor = open_recorded(self._folder, self._records[number])
-            try:
-                self._files[number] = MappedFile(descriptor, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0))
-            finally:
-                os.close(descriptor)
+            record = self._records[number]
+            self._files[number] = OpenedFile(open_recorded(self._folder, record), record.path)
         return self._files[number]
+
+    def check_unchanged(self) -> None:
+        for file in self._files.values():
+            file.check_unchanged()
 
     def release(self) -> None:
         pass

@@ -1,14 +1,16 @@
-"""Files of a checkpoint as memory: maps of their bytes, and tensors that view them."""
+"""Files that a manifest names, read into memory that the caller has: a file that is cut short meanwhile is an error.
+
+They are not mapped: where a file ends before its map does, looking at the rest kills the process.
+"""
 
 from __future__ import annotations
 
 import abc
-import mmap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import os
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+from shard_core.errors import CheckpointCorrupted
 
 
 class FileRange(NamedTuple):
@@ -25,37 +27,60 @@ class FileRange(NamedTuple):
     stop: int
 
 
-class MappedFile:
-    """The bytes of one file, read only where they are looked at.
+class OpenedFile:
+    """One file, open for reading until nobody has it any more.
 
     Args:
-        descriptor: The file; it may be closed afterwards.
-        flags: How to map it.
+        descriptor: The file, which is closed with this.
+        name: What it is called, for messages.
     """
 
-    def __init__(self, descriptor: int, flags: int) -> None:
-        import torch
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._descriptor = descriptor
+        self._name = name
+        self._about = self._look()
 
-        # Writable only because torch warns of read-only memory; nobody writes to it.
-        self._map = mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self._view = memoryview(self._map)
-        self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+    def __del__(self) -> None:
+        os.close(self._descriptor)
 
-    def bytes(self, start: int, stop: int) -> memoryview:
-        """View a range of the file."""
-        return self._view[start:stop]
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill memory with the bytes that begin at some place.
 
-    def tensor(self, start: int, stop: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """View a range of the file as a tensor."""
-        return self._tensor[start:stop].view(dtype).view(*shape) if shape else self._tensor[start:stop].view(dtype)[0]
+        Raises:
+            CheckpointCorrupted: If the file ends before.
+        """
+        while buffer:
+            count = os.preadv(self._descriptor, [buffer], start)
+            if count == 0:
+                raise CheckpointCorrupted(f"{self._name!r} ends at byte {start}; it was cut short while it was read.")
+            start, buffer = start + count, buffer[count:]
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Read a range of it; raises what ``read_into`` raises."""
+        data = bytearray(stop - start)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def check_unchanged(self) -> None:
+        """Make sure that nobody has written to it since it was opened.
+
+        Raises:
+            CheckpointCorrupted: If somebody has, or has cut it short.
+        """
+        if self._look() != self._about:
+            raise CheckpointCorrupted(f"{self._name!r} was written to, or cut short, while it was read.")
+
+    def _look(self) -> tuple[int, int]:
+        about = os.fstat(self._descriptor)
+        return about.st_size, about.st_mtime_ns
 
 
-class FileMaps(abc.ABC):
-    """Maps of the files that a manifest names; each is made when it is first needed."""
+class FileReads(abc.ABC):
+    """The files that a manifest names; each is opened when it is first needed."""
 
     @abc.abstractmethod
     def bring(self, ranges: Iterable[FileRange]) -> None:
-        """Bring bytes to where the maps show them; what was not brought may show as zeros.
+        """Bring bytes to where they can be read; what was not brought may read as zeros.
 
         Raises:
             CheckpointCorrupted: If a file is not there, or not as long as it was when it was committed.
@@ -66,8 +91,20 @@ class FileMaps(abc.ABC):
         """Take what another rank has brought; it need not be brought again."""
 
     @abc.abstractmethod
-    def file(self, number: int) -> MappedFile:
-        """Give the map of one file."""
+    def file(self, number: int) -> OpenedFile:
+        """Open one file, once.
+
+        Raises:
+            CheckpointCorrupted: If it is not there, or not as long as it was when it was committed.
+        """
+
+    @abc.abstractmethod
+    def check_unchanged(self) -> None:
+        """Make sure that nobody has written to what was opened.
+
+        Raises:
+            CheckpointCorrupted: If somebody has.
+        """
 
     @abc.abstractmethod
     def release(self) -> None:

@@ -17,7 +17,7 @@ from shard_core.errors import CheckpointCorrupted, CheckpointError, StorageError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-    from shard_core.checkpoint.storage.mapping import FileMaps
+    from shard_core.checkpoint.storage.mapping import FileReads
     from shard_core.checkpoint.storage.record import FileRecord
 
 
@@ -125,11 +125,11 @@ class RemoteFolder(Folder):
         self.check([record])
         return _RemoteFile(self, record.path)
 
-    def maps(self, records: Sequence[FileRecord]) -> FileMaps:
-        """Give memory maps of objects that a manifest names; their bytes go through anonymous files on a local disk."""
-        from shard_core.checkpoint.storage.fetched import FetchedMaps
+    def reads(self, records: Sequence[FileRecord]) -> FileReads:
+        """Give objects that a manifest names to read from; their bytes go through anonymous files on a local disk."""
+        from shard_core.checkpoint.storage.fetched import FetchedReads
 
-        return FetchedMaps(self, records)
+        return FetchedReads(self, records)
 
     def check(self, records: Sequence[FileRecord]) -> None:
         """Check that objects are as long as they were when they were committed.
