@@ -4,11 +4,11 @@ Several runs may save into one folder at once, or one beside what another left w
 steps, the folder holds what it held before or the whole of one of the saves:
 
 - No two saves write to one file. Names carry the save's identity; the plain ones belong to who was first to claim
-  ``index.safetensors`` in a folder without a manifest. The claim is the last file to go, in a save that gives up and when
-  a checkpoint is removed, so that nobody has it while another may still touch the others.
+  ``index.safetensors`` in a folder without a manifest. The claim is the last file to go, in a save that gives up and
+  when a checkpoint is removed, so that nobody has it while another may still touch the others.
 - The manifest changes hands in one step, which looks whether what stands is what stood when the save began: if another
   was committed meanwhile, the later one is overtaken and fails. A lock keeps others out between look and step; stores
-  that take conditions check them in the request itself. Elsewhere the last one wins, which leaves a whole checkpoint too.
+  that take conditions check them in the request itself. Elsewhere the last one wins: a whole checkpoint, too.
 - A save removes its own files and, once it is committed, those that the manifest it replaced names. Nobody else needs
   them: there is one manifest, and it does not name them.
 """

@@ -121,8 +121,8 @@ class Restoration:
             self._reader.check_unchanged()
         except CheckpointCorrupted as error:
             raise CheckpointCorrupted(
-                f"{error} A part of it is loaded by now, so modules and optimizers hold neither what they held nor what "
-                "was saved; load another checkpoint."
+                f"{error} A part of it is loaded by now, so modules and optimizers hold neither what they held nor "
+                "what was saved; load another checkpoint."
             ) from error
         if self._state is not None:
             self._state.finish_load(self._records)

@@ -124,8 +124,8 @@ class Remembering(Looking):
                 values are replaced in the dict. None restores nothing and returns all values. With an
                 optimizer among them the run goes on, and so do the random number generators.
             storage_options: For the store a URL names.
-            strict: Whether anything that differs or lacks is an error, before anything was touched. Stateful objects are
-                given theirs before any tensor is, so that one that refuses it leaves modules and optimizers alone.
+            strict: Whether anything that differs or lacks is an error, before anything was touched. Stateful objects
+                get theirs before any tensor does, so that one that refuses it leaves modules and optimizers alone.
 
         Returns:
             What was in the checkpoint and not asked for: values, and None for each module and optimizer.

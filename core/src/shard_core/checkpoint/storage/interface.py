@@ -241,8 +241,8 @@ class Folder(abc.ABC):
                 takes requests with conditions none is carried out.
 
         Returns:
-            The step. If it fails with ``OSError``, nobody can tell for certain whether it was done; with any other error
-            it was not.
+            The step. If it fails with ``OSError``, nobody can tell for certain whether it was done; with any other
+            error it was not.
         """
 
     @abc.abstractmethod

@@ -55,8 +55,8 @@ def _acquire(path: Path) -> int:
         os.close(descriptor)
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"another process has held {str(path)!r} for {_PATIENCE_SECONDS:.0f} seconds, which it does only to put "
-                "a checkpoint in place or to remove one; end it, or save to another path."
+                f"another process has held {str(path)!r} for {_PATIENCE_SECONDS:.0f} seconds, which it does only to "
+                "put a checkpoint in place or to remove one; end it, or save to another path."
             )
         time.sleep(_PAUSE_SECONDS)
 
