@@ -28,7 +28,7 @@ from shard_core.checkpoint.verify import verify
 from shard_core.errors import ShardError
 
 _OF_EVERY_TYPE = [
-    None, True, 0, -1, 2, 1.5, 2**62, 2**63, 10**30, "", "weight", "x" * 100_000,
+    None, True, 0, -1, 2, 1.5, 1e308, {"$scalar": ["F64", 1e308]}, 2**62, 2**63, 10**30, "", "weight", "x" * 100_000,
     "../model-00000-of-00001.safetensors", {"$dict": [[[], 1]]},
     [], [1], [[]], ["weight", "weight"], {}, {"a": 1}, {"a": {}}, {"$tensor": "state.t"}, {"$tensor": 3},
     {"$float": "nan"}, {"$tuple": [1, "a"]}, {"$dict": [[1, 2]]}, {"$dict": [[{"$tuple": []}, 2]]},
@@ -126,6 +126,30 @@ def test_nothing_of_the_wrong_type_passes(checkpoint):
 @pytest.mark.long
 def test_nothing_of_any_wrong_type_passes_anywhere(checkpoint):
     _fuzz(checkpoint, stride=1)
+
+
+@pytest.mark.parametrize("number", [1e308, -1e308, 10**30, {"$scalar": ["F64", 1e308]}])
+@pytest.mark.parametrize("slot", ["step", "lr"])
+def test_numbers_that_a_tensor_of_the_optimizer_cannot_hold_are_refused_before_anything_is_filled(
+    checkpoint, slot, number
+):
+    def change(content):
+        record = content["optimizers"]["optimizer"]
+        for holder in record["groups"] if slot == "lr" else record["scalars"].values():
+            holder[slot] = number
+
+    forge(checkpoint, change)
+    with contextlib.suppress(ShardError):  # what is refused has changed nothing: loaded() sees to it
+        loaded(checkpoint)
+    target = Trained(7)
+    target.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    tensors = target.tensors() | {"lr": target.optimizer.param_groups[0]["lr"].clone()}
+    if (slot, number) == ("step", {"$scalar": ["F64", 1e308]}):
+        load(checkpoint, target.module, target.optimizer)  # the optimizer gets the tensor itself
+        return
+    with pytest.raises(ShardError):
+        load(checkpoint, target.module, target.optimizer)
+    assert_same_bits(target.tensors() | {"lr": target.optimizer.param_groups[0]["lr"]}, tensors)
 
 
 def _text(checkpoint, before: str, after: str) -> None:

@@ -1,4 +1,4 @@
-"""Saves to one path at one time: the earlier or the later checkpoint is whole, and the one that is overtaken says so."""
+"""Saves to one path at one time: the earlier or the later checkpoint is whole, and whose was overtaken says so."""
 
 from __future__ import annotations
 

@@ -8,9 +8,12 @@ import warnings
 
 import pytest
 from single_rank import state_of
+from small_checkpoint import forge
 from thread_ranks import all_ranks
 from torch import nn
 
+from shard_core.checkpoint import sharded_save
+from shard_core.checkpoint.commit import Attempt
 from shard_core.checkpoint.folder import latest
 from shard_core.checkpoint.removal import remove_entry
 from shard_core.checkpoint.retention import Retention, decide, retain
@@ -79,6 +82,73 @@ def test_what_counts_is_when_a_checkpoint_was_committed_and_the_one_just_written
     assert _removed(tmp_path, keep_last=1) == ["step-30", "step-20"]
     retain(LocalFolder(tmp_path / "step-30"), Retention(keep_last=1))  # as if this host's clock went wrong
     assert _names(tmp_path) == ["step-10", "step-30"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of rank 0 that can be set."""
+
+    class Clock:
+        hours = 0.0
+
+        def time_ns(self):
+            return int((1_800_000_000 + 3600 * self.hours) * 1e9)
+
+    clock = Clock()
+    monkeypatch.setattr(sharded_save, "time", clock)
+    return clock
+
+
+def test_a_clock_that_goes_back_hides_and_removes_no_newer_checkpoint(tmp_path, clock):
+    io = ShardedCheckpointIO(retention=Retention(keep_last=2))
+    for step in range(1, 7):
+        clock.hours = -step
+        _save(tmp_path / f"step-{step}", step, io)
+        assert latest(tmp_path) == tmp_path / f"step-{step}"
+    assert _names(tmp_path) == ["step-5", "step-6"]
+    _save(tmp_path / "step-5", 5, io)  # as after going back to an earlier step
+    assert latest(tmp_path) == tmp_path / "step-5"
+    assert [entry.step for entry in run_entries(tmp_path)] == [6, 5]
+    assert _removed(tmp_path, keep_last=1) == ["step-6"]
+
+
+def test_a_clock_that_goes_back_hides_nothing_in_a_store(clock):
+    for step in range(1, 4):
+        clock.hours = -step
+        _save(f"memory://clock/step-{step}", step)
+    assert latest("memory://clock") == "memory://clock/step-3"
+
+
+def test_checkpoints_older_than_the_sequence_are_ordered_by_when_they_were_committed_before_all_others(tmp_path, clock):
+    for step, hours in ((1, 2), (2, 1), (3, 3)):
+        clock.hours = hours
+        _save(tmp_path / f"step-{step}", step)
+        forge(tmp_path / f"step-{step}", lambda content: content.pop("sequence"))
+    assert [entry.step for entry in run_entries(tmp_path)] == [2, 1, 3]
+    assert latest(tmp_path) == tmp_path / "step-3"
+    clock.hours = -5
+    _save(tmp_path / "step-4", 4)
+    assert latest(tmp_path) == tmp_path / "step-4"
+    assert [entry.step for entry in run_entries(tmp_path)] == [2, 1, 3, 4]
+
+
+def test_one_number_taken_twice_is_told_apart_by_the_step(tmp_path):
+    for step in (10, 9):
+        _save(tmp_path / f"step-{step}", step)
+        forge(tmp_path / f"step-{step}", lambda content: content.update(sequence=7))
+    assert latest(tmp_path) == tmp_path / "step-10"
+    _save(tmp_path / "step-1", 1)
+    assert latest(tmp_path) == tmp_path / "step-1"
+
+
+def test_what_a_save_that_goes_on_has_written_stays_when_its_checkpoint_is_old(tmp_path):
+    for step in (1, 2, 3):
+        _save(tmp_path / f"step-{step}", step)
+    going_on = Attempt.begin(LocalFolder(tmp_path / "step-1"), 1)
+    written = going_on.single_file("index")
+    retain(LocalFolder(tmp_path / "step-3"), Retention(keep_last=1))
+    assert _names(tmp_path) == ["step-1", "step-3"]
+    assert _names(tmp_path / "step-1") == [written]
 
 
 def test_what_has_no_step_stays_under_keep_every_and_that_is_said(tmp_path):

@@ -117,17 +117,28 @@ def load_forged(path, forged):
         strategy.save_checkpoint(path, state)
         io = strategy.checkpoint_io
         load = io.load
+
+        def live():
+            slots = [value for held in state["optimizer"].state.values() for value in held.values()]
+            return [*(parameter.detach() for parameter in state["model"].parameters()), *slots]
+
+        with torch.no_grad():
+            for tensor in live():
+                tensor += 1  # else nobody would see that it was loaded
         for name in forged:
 
-            def load_and_forge(*arguments, name=name, **options):
-                loaded = load(*arguments, **options)
-                # Rank 1's copy of the checkpoint is another than rank 0's.
-                if strategy.global_rank == 1 or strategy.world_size == 1:
-                    FORGED[name](loaded.values["shard_random"])
-                return loaded
+            def load_and_forge(*arguments, take_values, name=name, **options):
+                def forge_and_take(values):
+                    # Rank 1's copy of the checkpoint is another than rank 0's.
+                    if strategy.global_rank == 1 or strategy.world_size == 1:
+                        FORGED[name](values["shard_random"])
+                    take_values(values)
+
+                return load(*arguments, take_values=forge_and_take, **options)
 
             io.load = load_and_forge
             state["note"] = "still mine"
+            tensors = [tensor.clone() for tensor in live()]
             before = generator_states(torch.device("cpu"))
             try:
                 strategy.load_checkpoint(path, state)
@@ -135,6 +146,7 @@ def load_forged(path, forged):
                 said[name] = (type(error).__name__, str(error), state["note"])
             after = generator_states(torch.device("cpu"))
             assert all(torch.equal(after[key], before[key]) for key in before), name
+            assert all(torch.equal(here, there) for here, there in zip(live(), tensors, strict=True)), name
     return said
 
 

@@ -247,7 +247,7 @@ def _copy(value: Any) -> Any:
 def _in_place_of(before: Any, value: Any) -> Any:
     """Give a hyper-parameter the value of a checkpoint and the kind it had: tensors stay the same tensors."""
     if isinstance(before, torch.Tensor):
-        return before.copy_(torch.as_tensor(value))
+        return before.fill_(value.item() if isinstance(value, torch.Tensor) else value)  # which refuses what overflows
     if isinstance(value, torch.Tensor) and isinstance(before, int | float):
         return value.item()
     return value
