@@ -234,7 +234,8 @@ class DeepSpeedStrategy(Strategy):
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
         """Name sizes of messages, what stays whole, and whether messages overlap backward."""
-        return worth_trying(self.config, module, world_size, overlaps=self.root_device.type != "cpu")
+        overlaps = self.options.accelerator != "cpu" and torch.cuda.is_available()
+        return worth_trying(self.config, module, world_size, overlaps=overlaps)
 
     def engine_teardown(self) -> None:
         """Take the engines off the modules."""
