@@ -8,16 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from shard_core import get_strategy
+from shard_core import Strategy, get_strategy
 from shard_core.testing import models, oracle
 from shard_core.testing.training import set_up, step, whole_weights
+from shard_deepspeed.strategy import DeepSpeedStrategy
 
 _STEPS, _BATCH = 3, 12
 
 
-def train_on(device: dict[str, Any], stage: int) -> tuple[set[str], dict[str, torch.Tensor]]:
-    """Train on a device; give the engine's, and the weights."""
-    with get_strategy("deepspeed", stage=stage, **device) as strategy:
+class OnSecond(DeepSpeedStrategy):
+    """Has the second of this host's devices, as with ``devices=[1]`` on a host of GPUs."""
+
+    root_device = torch.device("cpu:1")
+
+
+def train_on(strategy: Strategy) -> tuple[set[str], dict[str, torch.Tensor]]:
+    """Train on a strategy's device; give the engine's, and the weights."""
+    with strategy:
         assert strategy.local_rank == int(os.environ["LOCAL_RANK"]) != strategy.root_device.index
         model, optimizer = set_up(strategy, "plain", "adamw")
         for batch in models.batches("plain", _STEPS, _BATCH):
@@ -44,7 +51,7 @@ def train_on_numbered(stage: int) -> tuple[set[str], dict[str, torch.Tensor], se
     before, numbered = get_accelerator(), Numbered()
     set_accelerator(numbered)
     try:
-        devices, weights = train_on({"parallel_devices": ["cpu:1"]}, stage)
+        devices, weights = train_on(OnSecond(stage=stage, accelerator="cpu"))
         assert get_accelerator() is numbered  # put back when the strategy has ended
         return devices, weights, asked
     finally:
@@ -76,7 +83,7 @@ def test_an_engine_after_another_has_its_own_device(worlds: Any) -> None:
 
 
 def train_on_second_gpu(stage: int) -> tuple[set[str], dict[str, torch.Tensor], int]:
-    devices, weights = train_on({"accelerator": "cuda", "devices": [1]}, stage)
+    devices, weights = train_on(get_strategy("deepspeed", stage=stage, accelerator="cuda", devices=[1]))
     return devices, weights, torch.cuda.max_memory_allocated(0)
 
 
