@@ -13,8 +13,8 @@ of them ``Module.to`` refuses to convert a module. Checked on torch 2.13.0. It c
 outside, so it looks at values. Checked on torch 2.13.0. It can go when ``trunc_normal_`` looks at no values, or
 offers itself to ``__torch_function__`` as ``normal_`` does.
 
-``torch.load`` itself: under a ``FakeTensorMode`` it gives tensors that nothing fills. Checked on torch 2.13.0. It can go
-when torch loads values there, or offers ``load`` to ``__torch_function__``.
+``torch.load`` itself: under a ``FakeTensorMode`` it gives tensors that nothing fills. Checked on torch 2.13.0. It can
+go when torch loads values there, or offers ``load`` to ``__torch_function__``.
 
 ``torch.Generator._cdata``: which generator a Python object stands for; one generator can have several. Checked on
 torch 2.13.0. It can go when generators compare equal.

@@ -96,9 +96,7 @@ def test_an_accelerator_the_strategy_does_not_run_on_is_refused() -> None:
 
 
 def test_several_devices_are_as_many_ranks() -> None:
-    with pytest.raises(
-        LaunchError, match=r"parallel_devices=\['cpu', 'cpu'\] asks for 2 ranks, but this process"
-    ):
+    with pytest.raises(LaunchError, match=r"parallel_devices=\['cpu', 'cpu'\] asks for 2 ranks, but this process"):
         get_strategy("ddp", parallel_devices=[torch.device("cpu")] * 2).setup_environment()
 
 
