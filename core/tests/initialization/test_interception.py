@@ -135,13 +135,21 @@ def test_writing_to_a_numpy_view_is_refused():
         torch.rand(3).numpy()[:] = 1
 
 
-def test_a_file_read_by_torch_is_refused_and_named(tmp_path):
+def test_a_file_read_by_torch_has_its_values(tmp_path):
     torch.save({"weight": torch.ones(3, 3)}, tmp_path / "weights.pt")
+    with record():
+        weight = nn.Parameter(torch.load(tmp_path / "weights.pt")["weight"])
+    assert torch.equal(weight, torch.ones(3, 3))
+
+
+def test_a_file_read_by_torch_in_another_way_is_refused_and_named(tmp_path):
+    torch.save({"weight": torch.ones(3, 3)}, tmp_path / "weights.pt")
+    imported_before = torch.load
     with (
         record(),
         pytest.raises(CannotReplay, match=re.escape("no recorded operation filled (was it loaded from a file?)")),
     ):
-        nn.Parameter(torch.load(tmp_path / "weights.pt")["weight"])
+        nn.Parameter(imported_before(tmp_path / "weights.pt")["weight"])
 
 
 def test_drawing_into_a_tensor_with_values_is_refused():

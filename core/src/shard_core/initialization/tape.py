@@ -166,8 +166,8 @@ class Tape:
             if tensor.untyped_storage().nbytes():
                 raise CannotReplay(
                     f"{reader} reads a tensor of shape {tuple(tensor.shape)} that no recorded operation filled (was it"
-                    " loaded from a file?); build with empty weights and load them after setup, or build outside the"
-                    " strategy's module_init_context"
+                    " loaded from a file?); build with empty weights and load them after setup with"
+                    " strategy.load_weights(), or build outside the strategy's module_init_context"
                 )
             self.hold(tensor, Value(0, tensor.device))
         return self._current[id(tensor.untyped_storage())]
