@@ -15,6 +15,8 @@ from shard_core import plugins
 EXAMPLE = ROOT / "docs" / "examples" / "train_gpt.py"
 STEPS = 3
 INSTALLED = [each for each in plugins.installed() if each.info is not None and not each.problem]
+#: One strategy of each kind: whole copies, torch's shards, flat ones. The others wait for the long run.
+ALWAYS = ("single", "ddp", "fsdp", "deepspeed_stage_3")
 
 
 @functools.cache
@@ -33,8 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("example")
 
 
+def _when(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in ALWAYS else (pytest.mark.long,)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("installed", INSTALLED, ids=lambda installed: installed.name)
+@pytest.mark.parametrize("installed", [pytest.param(each, id=each.name, marks=_when(each.name)) for each in INSTALLED])
 def test_the_example_trains_alike_under_every_strategy(folder: Path, installed: plugins.Installed) -> None:
     found = trained(folder, installed.name, min(2, installed.info.max_ranks or 2))
     truth = trained(folder, "single", 1)

@@ -138,18 +138,14 @@ ROGUES = {
     "stays_here": Fault("functions_that_cannot_travel_are_refused", ("launcher",)),
 }
 
-#: Judged in every run, at least one by each suite; the others wait for the long run, since each costs seconds.
+#: Judged in every run, one by each suite; the others wait for the long run, since each costs seconds.
 _ALWAYS = (
-    *("imports_torch", "silent_option", "starts_at_once"),
-    *("summed", "rescaled", "loses_deferred", "ignores_denominator", "fills_missing_gradients"),
-    *("local_norm", "never_clips", "hides_clip_value"),
-    *("drops_the_optimizer", "levels_groups", "breaks_ties", "thaws"),
+    *("imports_torch", "starts_at_once", "swallows_exceptions"),
+    *("summed", "rescaled", "local_norm", "fills_missing_gradients", "sends_nothing", "drops_the_optimizer"),
     *("one_optimizer_steps", "boasts_entry_methods", "mixes_instead", "steps_on_overflow"),
-    *("seeds_anew", "masks_alike", "unshared_data"),
-    *("max_is_sum", "rank_dependent", "hides_sync_grads", "never_waits"),
-    *("drops_moments", "rounds_a_tensor", "one_size_only", "never_strict", "loads_damaged", "saves_later"),
-    *("skips_a_weight", "sends_nothing", "keeps_its_first_look", "counts_steps_together"),
-    *("last_rank_returns", "swallows_exceptions"),
+    *("masks_alike", "unshared_streams", "returns_local_values", "never_waits"),
+    *("drops_moments", "rounds_a_tensor", "one_size_only", "never_strict", "skips_a_weight"),
+    *("counts_steps_together", "loads_damaged", "saves_later"),
 )
 
 #: Promises that cost seconds: in the short run they judge who breaks them.
