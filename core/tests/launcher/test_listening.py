@@ -2,6 +2,7 @@
 
 import ast
 import ipaddress
+import json
 import os
 import subprocess
 import sys
@@ -44,12 +45,13 @@ def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--standalone"], ["--max-restarts", "1"]])
-def test_shard_run_listens_on_the_loopback_interface_alone(options: list[str]) -> None:
-    command = [sys.executable, "-m", "shard_core", "run", "--nproc-per-node", "2", *options, listening.__file__]
+def test_shard_run_listens_on_the_loopback_interface_alone(tmp_path: Path, options: list[str]) -> None:
+    script = [listening.__file__, str(tmp_path / "told")]
+    command = [sys.executable, "-m", "shard_core", "run", "--nproc-per-node", "2", *options, *script]
     environ = {name: value for name, value in os.environ.items() if name not in _OURS} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found, told = map(ast.literal_eval, done.stdout.splitlines())
+    found, told = json.loads((tmp_path / "told").read_text())
     assert len(found) >= 3
     assert for_others(found) == []
     assert told == ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "SHARD_SECRET"]
