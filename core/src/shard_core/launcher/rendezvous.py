@@ -12,7 +12,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 _NAME = "shard-loopback"
 _ADDRESS = "127.0.0.1"
@@ -80,8 +79,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def _create(parameters: RendezvousParameters) -> LoopbackRendezvous:
-    _, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
-    return LoopbackRendezvous(parameters.run_id, port)
+    return LoopbackRendezvous(parameters.run_id, int(parameters.endpoint.rpartition(":")[2]))
 
 
 def loopback_rendezvous() -> str:
