@@ -115,6 +115,20 @@ def test_ranks_agree_on_a_session_that_is_new_each_time() -> None:
         assert all(len(bytes.fromhex(each)) == 32 for each in first | second)
 
 
+@pytest.mark.parametrize(("address", "level"), [("127.0.0.1", "INFO"), ("10.0.0.1", "WARNING")])
+def test_that_nothing_is_signed_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, address: str, level: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with caplog.at_level("INFO"):
+        met(SECRET, SECRET)
+        assert not caplog.records
+        met(None, None)
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert record.getMessage().startswith("messages between ranks are not signed; set SHARD_SECRET")
+
+
 @pytest.mark.parametrize(
     "given", [(SECRET, SECRET, b"another secret of some"), (SECRET, SECRET, None), (None, None, SECRET)]
 )

@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stays_on_this_host(chosen: argparse.Namespace) -> bool:
-    """Return whether there is one host, and let its ranks meet where no other can connect, unless the user has chosen."""
+    """Return whether there is one host, and let its ranks meet out of others' reach, unless the user has chosen."""
     from shard_core.launcher.rendezvous import loopback_rendezvous
 
     if chosen.nnodes not in ("1", "1:1"):
