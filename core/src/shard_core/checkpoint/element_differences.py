@@ -68,11 +68,14 @@ def element_differences(
 def _common_boxes(
     first: OpenedCheckpoint, first_key: str, second: OpenedCheckpoint, second_key: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """View the parts that are in one chunk on either side, as they are stored."""
+    """Read the parts that are in one chunk on either side, a little at a time."""
     whole = Box.whole(first.index.record(first_key).shape)
     for here in first.reader.plan(first_key, whole):
         for there in second.reader.plan(second_key, here.box):
-            yield first.reader.view(dataclasses.replace(here, box=there.box)), second.reader.view(there)
+            for box in there.box.pieces(there.box, _PIECE):
+                sides = (first.reader, here), (second.reader, there)
+                a, b = (reader.view(dataclasses.replace(read, box=box)) for reader, read in sides)
+                yield a, b
 
 
 def pieces_of(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

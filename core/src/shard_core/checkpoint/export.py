@@ -172,10 +172,10 @@ def _tensor(opened: OpenedCheckpoint, key: str, code: str) -> torch.Tensor:
     reads = opened.reader.plan(key, Box.whole(record.shape))
     opened.reader.verify(reads)
     for read in reads:
-        source = opened.reader.view(read)
-        tensor[read.box.slices((0,) * tensor.dim())].copy_(source)
-        if overflows(source, tensor.dtype):
-            raise CheckpointError(f"{key!r} holds numbers too large for {code}; export it in another dtype.")
+        for box, source in opened.reader.pieces(read):
+            tensor[box.slices((0,) * tensor.dim())].copy_(source)
+            if overflows(source, tensor.dtype):
+                raise CheckpointError(f"{key!r} holds numbers too large for {code}; export it in another dtype.")
     opened.reader.release()
     return tensor
 

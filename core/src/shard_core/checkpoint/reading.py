@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,16 +140,23 @@ class TensorReader:
 
     def read_into(self, target: torch.Tensor, read: Read) -> None:
         """Copy what was planned into a tensor of its shape; its digest is not looked at."""
-        record = self._index.record(read.key)
-        file, dtype = self._files.file(read.chunk.file), torch_dtype(record.dtype)
-        strides = [math.prod(read.chunk.box.sizes[dim + 1 :]) for dim in range(len(read.box.sizes))]
-        for piece in read.box.pieces(read.chunk.box, len(self._staging) // dtype.itemsize):
-            part = target[piece.slices(read.box.offsets)]
-            first, last = piece.span(read.chunk.box)
-            begin = read.chunk.begin + first * dtype.itemsize
+        for piece, stored in self.pieces(read):
+            target[piece.slices(read.box.offsets)].copy_(stored)
+
+    def pieces(self, read: Read) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Read what was planned, a little at a time; its digest is not looked at.
+
+        Yields:
+            Parts of the box, and their elements until the next part is asked for.
+        """
+        dtype = torch_dtype(self._index.record(read.key).dtype)
+        file, whole = self._files.file(read.chunk.file), read.chunk.box
+        strides = [math.prod(whole.sizes[dim + 1 :]) for dim in range(len(whole.sizes))]
+        for piece in read.box.pieces(whole, len(self._staging) // dtype.itemsize):
+            first, last = piece.span(whole)
             stored = self._staging[: (last - first) * dtype.itemsize]
-            file.read_into(begin, stored)
-            part.copy_(torch.frombuffer(stored, dtype=dtype).as_strided(piece.sizes, strides))
+            file.read_into(read.chunk.begin + first * dtype.itemsize, stored)
+            yield piece, torch.frombuffer(stored, dtype=dtype).as_strided(piece.sizes, strides)
 
     def view(self, read: Read) -> torch.Tensor:
         """Read what was planned into host memory; its digest is not looked at."""
