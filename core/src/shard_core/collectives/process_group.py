@@ -169,7 +169,7 @@ class ProcessGroupCollectives(Collectives):
 
     @property
     def _message_device(self) -> torch.device:
-        return self._device if dist.get_backend() == "nccl" else torch.device("cpu")
+        return carrying_device(torch.device("cpu"), None, self._device)
 
     def barrier(self, name: str = "barrier") -> None:
         """Wait for every rank; one that does not come is named."""
