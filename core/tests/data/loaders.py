@@ -94,6 +94,24 @@ class StreamWithState(Stream):
         self.position = state["position"]
 
 
+class LoaderWithState(DataLoader):
+    """Knows how many batches it has handed out, as loaders of libraries that stream do."""
+
+    taken = first = 0
+
+    def __iter__(self):
+        self.taken, self.first = self.first, 0
+        for batch in itertools.islice(super().__iter__(), self.taken, None):
+            self.taken += 1
+            yield batch
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.first = state["taken"]
+
+
 def plain(length, **options):
     return DataLoader(range(length), **options)
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from loaders import Stream, StreamWithState, read, run, sharded
+from loaders import LoaderWithState, Stream, StreamWithState, read, run, sharded
 from torch.utils.data import DataLoader, IterableDataset
 
 from shard_core import get_strategy
@@ -26,24 +26,6 @@ def whole(dataset=Stream, length=_SAMPLES, batch_size=2, **options):
 
 def own(dataset=Stream, length=6):
     return DataLoader(dataset(length, apart=100), batch_size=2)
-
-
-class LoaderWithState(DataLoader):
-    """Knows how many batches it has handed out, as loaders of libraries that stream do."""
-
-    taken = first = 0
-
-    def __iter__(self):
-        self.taken, self.first = self.first, 0
-        for batch in itertools.islice(super().__iter__(), self.taken, None):
-            self.taken += 1
-            yield batch
-
-    def state_dict(self):
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state):
-        self.first = state["taken"]
 
 
 def with_state(apart, **options):
