@@ -200,7 +200,7 @@ def replaced_trunc_normal(replace: Callable[[Callable[..., Any]], Callable[..., 
 
 @contextlib.contextmanager
 def loading_values() -> Iterator[None]:
-    """Let ``torch.load`` read values under a ``FakeTensorMode`` as well, where it would skip them."""
+    """Make ``torch.load`` read values under a ``FakeTensorMode`` as well, where it would skip them."""
 
     def with_values(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

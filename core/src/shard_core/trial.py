@@ -173,7 +173,7 @@ def _seed_all(seed: int) -> None:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Give every generator its state back afterwards, and make new tensors on a device.
+    """Restore the state of every generator afterwards, and make new tensors on a device.
 
     Args:
         device: Where to try optimizers.

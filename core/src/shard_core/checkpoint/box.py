@@ -66,7 +66,7 @@ class Box:
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def span(self, whole: Box) -> tuple[int, int]:
-        """Give the first of its elements and the one after the last, counted row by row in a larger box.
+        """Return the first of its elements and the one after the last, counted row by row in a larger box.
 
         Example:
             >>> Box((1, 1), (2, 2)).span(Box.whole((4, 3)))

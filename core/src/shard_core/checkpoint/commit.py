@@ -177,7 +177,7 @@ class Attempt:
         self.folder.discard(sorted(self._written_by(ranks) - {CLAIM}))
 
     def leave(self) -> None:
-        """Give the plain names up, and the folder if it is empty; called by rank 0 alone, after all have discarded."""
+        """Release the plain names, and the folder if it is empty; called by rank 0 alone, after all have discarded."""
         if self.plain:
             self.folder.discard([CLAIM])
         with contextlib.suppress(OSError):

@@ -67,7 +67,7 @@ class Contents:
         return frozenset((*self._stateful, *self._plain))
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Give stateful objects their state back.
+        """Restore the state of stateful objects.
 
         Args:
             values: What the checkpoint holds; what it lacks stays as it is.

@@ -157,14 +157,14 @@ class OptimizerTensors:
                 group[key] = _in_place_of(group.get(key), value)
 
     def _scalars(self, records: Sequence[OptimizerRecord]) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
-        """Give each parameter that is restored, its name first and what the checkpoint has of its scalars last."""
+        """Yield each parameter that is restored, its name first and what the checkpoint has of its scalars last."""
         scalars = {name: record.scalars.get(name, {}) for record in records for name in record.names}
         for name, parameter in self._parameters.items():
             if name in scalars:
                 yield name, parameter, scalars[name]
 
     def _sources(self, records: Sequence[OptimizerRecord]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Give each group and the hyper-parameters that it gets."""
+        """Yield each group and the hyper-parameters that it gets."""
         saved = {name: group for record in records for group in record.groups for name in group["params"]}
         for names, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             source = next((saved[name] for name in names if name in saved), {})

@@ -175,7 +175,7 @@ class TensorReader:
         return tensor
 
     def release(self) -> None:
-        """Let go of what was brought, before more is."""
+        """Release what was brought, before more is."""
         self._files.release()
 
     def _blocks_of(self, reads: Iterable[Read]) -> dict[FileRange, tuple[str, int]]:

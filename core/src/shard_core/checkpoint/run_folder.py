@@ -155,7 +155,7 @@ def is_telling(name: str) -> bool:
 
 
 def next_sequence(saved: Folder) -> int:
-    """Give the number of a checkpoint that is about to be committed: one more than the highest beside it has.
+    """Return the number of a checkpoint that is about to be committed: one more than the highest beside it has.
 
     Args:
         saved: Where it will be.

@@ -127,7 +127,7 @@ class ShardedCheckpointIO(CheckpointIO):
 
 
 def _looked_up(coordinator: Coordinator, doing: str, look: Callable[[], bytes]) -> bytes:
-    """Let rank 0 look something up for all ranks."""
+    """Look something up on rank 0 for all ranks."""
     found = b""
 
     def phase() -> None:

@@ -135,7 +135,7 @@ class StoreExchange:
         self._store.set(key, signed)  # type: ignore[arg-type]  # torch's stubs leave bytes out
 
     def _context(self, key: str) -> str:
-        """Say which message it is that stands under a key."""
+        """Return which message it is that stands under a key."""
         return f"{self._name}/{key}"
 
     def _collected(self) -> tuple[str, Any]:

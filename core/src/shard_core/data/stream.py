@@ -71,7 +71,7 @@ class StreamFeed:
                 listener.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Give this rank's batches."""
+        """Yield this rank's batches."""
         batches: Iterator[Any] = iter(self.loader)
         if self._finds_out and self._shared is not False:  # epochs may be shuffled alike, or each rank's in its own way
             first = list(itertools.islice(batches, 1))
@@ -116,7 +116,7 @@ class StreamFeed:
         self._owner().load_state_dict(mine)
 
     def _dealt(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Give one batch of each round, once the whole round is there: no rank may have a batch more."""
+        """Yield one batch of each round, once the whole round is there: no rank may have a batch more."""
         count = 0
         mine = None
         for number, batch in enumerate(batches):

@@ -49,7 +49,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Let ranks meet at the agent's store."""
+        """Return True: ranks meet at the agent's store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -105,7 +105,7 @@ class PretrainedSaves:
 
     @contextlib.contextmanager
     def _shown(self, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Let ``state_dict`` of every part give whole tensors, ties kept."""
+        """Make ``state_dict`` of every part return whole tensors, ties kept."""
         for part, prefix in self._prefixes.items():
             vars(part)["state_dict"] = functools.partial(_state_dict, whole, prefix)
         self._writing = True
@@ -142,7 +142,7 @@ def _state_dict(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> dict[str, Any]:
-    """Give what ``state_dict`` of a part would, were its tensors whole."""
+    """Return what ``state_dict`` of a part would, were its tensors whole."""
     del keep_vars
     result: dict[str, Any] = {} if destination is None else destination
     result.update({prefix + name.removeprefix(own): each for name, each in whole.items() if name.startswith(own)})

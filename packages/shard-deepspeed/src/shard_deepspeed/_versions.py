@@ -77,7 +77,7 @@ def no_compiler(deepspeed: Any) -> Iterator[None]:
 
 
 def accelerator() -> Any:
-    """Give what DeepSpeed, once imported, reaches devices through."""
+    """Return what DeepSpeed, once imported, reaches devices through."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
@@ -85,7 +85,7 @@ def accelerator() -> Any:
 
 @contextlib.contextmanager
 def own_device(device: torch.device) -> Iterator[None]:
-    """Let DeepSpeed know this process's device alone: it takes LOCAL_RANK for its number, at setup and in forwards.
+    """Show DeepSpeed this process's device alone: it takes LOCAL_RANK for its number, at setup and in forwards.
 
     Args:
         device: This rank's.
@@ -176,7 +176,7 @@ def forget_dead_groups() -> None:
 
 
 def acting_settings(engine: Any) -> dict[str, Any]:
-    """Give what the engine's parts act with, by our names; what no part has acts nowhere.
+    """Return what the engine's parts act with, by our names; what no part has acts nowhere.
 
     Args:
         engine: DeepSpeed's.

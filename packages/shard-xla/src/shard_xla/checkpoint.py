@@ -97,7 +97,7 @@ class DeviceState(NamedState):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Let go of what was copied."""
+        """Release what was copied."""
 
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
         """Push what was filled, and bring scalars and hyper-parameters back."""
@@ -164,7 +164,7 @@ class FlatState(DeviceState):
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the host's copies."""
+        """Release the host's copies."""
         self._copies.clear()
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ class SpreadState(DeviceState):
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the parts and of the host's copies."""
+        """Release the parts and the host's copies."""
         self._parts.clear()
         self._copies.clear()
 

@@ -61,7 +61,7 @@ class FetchedReads(FileReads):
         """Do nothing: nobody else has a name for these files."""
 
     def release(self) -> None:
-        """Give the room on the disk back."""
+        """Release the room on the disk."""
         self._copies.clear()
         self._here.clear()
 

@@ -177,7 +177,7 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def reads(self, records: Sequence[FileRecord]) -> FileReads:
-        """Give files that a manifest names to read from; none is opened before it is needed."""
+        """Return files that a manifest names, to read from; none is opened before it is needed."""
 
     # Writing.
 

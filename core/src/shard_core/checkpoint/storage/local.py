@@ -117,7 +117,7 @@ class LocalFolder(Folder):
         return _LocalFile(open_recorded(self.path, record))
 
     def reads(self, records: Sequence[FileRecord]) -> FileReads:
-        """Give files that a manifest names to read from; none is opened before it is needed."""
+        """Return files that a manifest names, to read from; none is opened before it is needed."""
         return _LocalReads(self.path, records)
 
     def make(self) -> None:

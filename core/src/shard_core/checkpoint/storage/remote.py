@@ -126,7 +126,7 @@ class RemoteFolder(Folder):
         return _RemoteFile(self, record.path)
 
     def reads(self, records: Sequence[FileRecord]) -> FileReads:
-        """Give objects that a manifest names to read from; their bytes go through anonymous files on a local disk."""
+        """Return objects that a manifest names, to read from; bytes go through anonymous local files."""
         from shard_core.checkpoint.storage.fetched import FetchedReads
 
         return FetchedReads(self, records)

@@ -157,7 +157,7 @@ def _torn(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def recompute(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> None:
-    """Let submodules of the classes the user named compute their activations again in backward, units or not.
+    """Make submodules of the classes the user named compute their activations again in backward, units or not.
 
     Args:
         module: The whole module, not wrapped yet.
