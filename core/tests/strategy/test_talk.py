@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import namedtuple
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -199,6 +200,11 @@ def test_members_of_torchs_reduce_op_have_their_names(worlds: Any) -> None:
         assert got == [(truth, truth) for _, truth in REDUCTIONS]
 
 
+class Nameless:
+    def __repr__(self) -> str:
+        return "nameless"
+
+
 def differing(what: str) -> str:
     with get_strategy("ddp") as strategy:
         rank = strategy.global_rank
@@ -208,6 +214,9 @@ def differing(what: str) -> str:
             "shape": {"loss": torch.ones(rank + 1)},
             "dtype": {"loss": torch.ones(1, dtype=torch.float64 if rank else torch.float32)},
             "leaf": {"loss": "text" if rank else 1.0},
+            "fraction": {"loss": 1.0 if rank else Fraction(1, 2)},
+            "too large": {"loss": 10**30 if rank else 1},
+            "twice": {Nameless(): 1.0} | ({} if rank else {Nameless(): 1.0}),
         }[what]
         with pytest.raises(CollectiveError) as error:
             strategy.reduce(given)
@@ -225,6 +234,9 @@ def differing(what: str) -> str:
         ("shape", "rank 1 has float32 (2,) at ['loss'], where rank 0 has float32 (1,)"),
         ("dtype", "rank 1 has float64 (1,) at ['loss'], where rank 0 has float32 (1,)"),
         ("leaf", "rank 1 has str at ['loss'], where rank 0 has float32 ()"),
+        ("fraction", "rank 1 has float32 () at ['loss'], where rank 0 has Fraction that torch has no dtype for"),
+        ("too large", "rank 1 has int that torch has no dtype for at ['loss'], where rank 0 has int64 ()"),
+        ("twice", "rank 1 has float32 () at [nameless], where rank 0 has two keys written alike"),
     ],
 )
 def test_structures_that_differ_between_ranks_are_refused_on_all(worlds: Any, what: str, message: str) -> None:
@@ -240,6 +252,9 @@ def test_structures_that_differ_between_ranks_are_refused_on_all(worlds: Any, wh
         (lambda s: s.reduce({"a": None}), r"not NoneType at \['a'\]"),
         (lambda s: s.all_gather([{1, 2}]), r"all_gather takes tensors and numbers, .*, not set at \[0\]; leave it out"),
         (lambda s: s.all_reduce("x"), "all_reduce takes tensors and numbers, .*, not str; "),
+        (lambda s: s.reduce({"n": Fraction(1, 2)}), r"not Fraction that torch has no dtype for at \['n'\]; "),
+        (lambda s: s.all_reduce(10**30), "not int that torch has no dtype for; "),
+        (lambda s: s.reduce({Nameless(): 1.0, Nameless(): 2.0}), r"two keys that are both written \[nameless\]"),
         (lambda s: s.reduce({"n": 3}), r"at \['n'\], the mean of int64 values is not whole"),
         (lambda s: s.reduce({"n": True}), r"at \['n'\], the mean of bool values is not whole"),
         (lambda s: s.reduce(1.0, reduce_op="summ"), "there is no reduction 'summ'"),

@@ -43,8 +43,8 @@ class TrainingState(abc.ABC):
 
     Keys are those ``KeySpace`` gives. Order of calls, on every rank: to save, ``shards``, ``aliases``
     and ``optimizers``; to load, ``prepare_load``, then ``shards``, ``aliases`` and ``optimizers``, whose
-    answers are compared with the checkpoint; only when that went well are the shards' views filled, and
-    ``finish_load`` comes last. An object serves one save or one load.
+    answers are compared with the checkpoint, and ``check_load``; only when that went well are the shards' views
+    filled, and ``finish_load`` comes last. An object serves one save or one load.
     """
 
     #: Whether the shards' views are copies that training never touches, so that a save behind it needs no others.

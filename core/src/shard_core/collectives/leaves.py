@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import numbers
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shard_core.collectives.interface import Collectives
+
+#: Stands where several leaves would have one path.
+_WRITTEN_ALIKE = object()
 
 
 class Leaves:
@@ -75,24 +79,23 @@ class Leaves:
         leaves: dict[str, Any] = {}
 
         def note(path: str, leaf: Any) -> None:
-            if path in leaves:
-                raise CollectiveError(
-                    f"{self._verb} was given two keys that are both written {path}, which cannot be told apart on "
-                    "other ranks; take strings for keys."
-                )
-            leaves[path] = leaf
+            leaves[path] = _WRITTEN_ALIKE if path in leaves else leaf
 
         map_leaves(data, note)
         return leaves
 
     def _tensor(self, path: str, leaf: Any) -> torch.Tensor:
-        if isinstance(leaf, torch.Tensor):
-            return leaf
-        if isinstance(leaf, numbers.Number):
-            return torch.tensor(leaf, device=self._device)
+        tensor = _as_tensor(leaf, self._device)
+        if tensor is not None:
+            return tensor
+        if leaf is _WRITTEN_ALIKE:
+            raise CollectiveError(
+                f"{self._verb} was given two keys that are both written {path}, which cannot be told apart on "
+                "other ranks; take strings for keys."
+            )
         raise CollectiveError(
             f"{self._verb} takes tensors and numbers, and dicts, lists, tuples and dataclasses of them, not "
-            f"{type(leaf).__name__}{f' at {path}' if path else ''}; leave it out, or use broadcast for other objects."
+            f"{_described(leaf)}{f' at {path}' if path else ''}; leave it out, or use broadcast for other objects."
         )
 
     def _check_alike(self, leaves: Mapping[str, str]) -> None:
@@ -118,8 +121,20 @@ class Leaves:
 
 
 def _described(leaf: Any) -> str:
-    """Return what must be alike of a leaf on all ranks."""
-    tensor = torch.tensor(leaf) if isinstance(leaf, numbers.Number) else leaf
-    if not isinstance(tensor, torch.Tensor):
-        return type(leaf).__name__
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    """Return what must be alike of a leaf on all ranks; nothing raises here, while others wait for the answer."""
+    if leaf is _WRITTEN_ALIKE:
+        return "two keys written alike"
+    tensor = _as_tensor(leaf)
+    if tensor is not None:
+        return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return f"{type(leaf).__name__}{' that torch has no dtype for' if isinstance(leaf, numbers.Number) else ''}"
+
+
+def _as_tensor(leaf: Any, device: torch.device | None = None) -> torch.Tensor | None:
+    """Return a tensor, or a number as one; None for anything else, such as fractions and integers beyond 64 bits."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, numbers.Number):
+        with contextlib.suppress(ArithmeticError, RuntimeError, TypeError, ValueError):
+            return torch.tensor(leaf, device=device)
+    return None
