@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from datetime import timedelta
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +30,11 @@ class Meetings(Suite):
 
     @promise(every_size=False)
     def test_broadcasts_objects(self, ranks: Ranks) -> None:
-        """A broadcast hands the source's object to all ranks: tensors, nothing at all, or megabytes.
+        """A broadcast hands the source's object to all ranks: tensors, nothing at all, megabytes, or of any class.
 
         Usual cause:
-            The source is always rank 0, or the object is put into a buffer of fixed size.
+            The source is always rank 0, the object is put into a buffer of fixed size, or ``broadcast_any`` is left to
+            a ``broadcast_object`` that carries plain values alone.
         """
         for rank, answers in enumerate(ranks.run(broadcast_everything)):
             for source, told in answers.items():
@@ -148,10 +150,11 @@ def _refusal(request: Callable[[], object]) -> str:
 
 
 def _things(rank: int) -> list[Any]:
-    return [None, {"rank": rank, "numbers": torch.full((3,), rank)}, b"", bytes([rank]) * (3 << 20)]
+    a_users = Fraction(1, rank + 2)  # none of the values that messages consist of
+    return [None, {"rank": rank, "numbers": torch.full((3,), rank)}, b"", bytes([rank]) * (3 << 20), a_users]
 
 
 def _describe(things: list[Any]) -> list[Any]:
     """Say in little what is in a list of things."""
-    nothing, record, empty, many = things
-    return [nothing, record["rank"], record["numbers"].tolist(), empty, len(many), zlib.crc32(many)]
+    nothing, record, empty, many, a_users = things
+    return [nothing, record["rank"], record["numbers"].tolist(), empty, len(many), zlib.crc32(many), a_users]
