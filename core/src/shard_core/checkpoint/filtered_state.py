@@ -60,6 +60,10 @@ class FilteredState(TrainingState):
         """Make room in the whole state."""
         self._state.prepare_load(slots)
 
+    def check_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
+        """Check scalars and hyper-parameters against the whole state."""
+        self._state.check_load(optimizers)
+
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
         """Bring scalars and hyper-parameters back into the whole state."""
         self._state.finish_load(optimizers)
