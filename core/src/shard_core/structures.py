@@ -44,17 +44,27 @@ def map_leaves(
         return change(path, data)
     if isinstance(data, Mapping):
         entries = {key: changed(f"[{key!r}]", value) for key, value in data.items()}
-        if not isinstance(data, MutableMapping):
-            return entries
-        mapping = copy.copy(data)
-        mapping.update(entries)
-        return mapping
+        return _refilled(data, entries) if isinstance(data, MutableMapping) else entries
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(changed(f".{name}", value) for name, value in zip(data._fields, data, strict=True)))
-    if isinstance(data, list | tuple):
+    if isinstance(data, list):
+        return _refilled(data, {place: changed(f"[{place}]", value) for place, value in enumerate(data)})
+    if isinstance(data, tuple):
         return type(data)(changed(f"[{place}]", value) for place, value in enumerate(data))
     instance = copy.copy(data)
     for field in dataclasses.fields(data):
         # A frozen dataclass refuses plain assignment, and __init__ may not take every field.
         object.__setattr__(instance, field.name, changed(f".{field.name}", getattr(data, field.name)))
     return instance
+
+
+def _refilled(container: Any, entries: Mapping[Any, Any]) -> Any:
+    """Return a copy with other entries, one by one.
+
+    The constructor of a user's class may take something else, ``update`` adds to a ``Counter``, and outputs of
+    transformers have none.
+    """
+    filled = copy.copy(container)
+    for key, value in entries.items():
+        filled[key] = value
+    return filled

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -32,6 +32,21 @@ class _Shouting(list):
     pass
 
 
+class _Named(list):
+    """A list whose constructor takes something else first."""
+
+    def __init__(self, name, entries=()):
+        super().__init__(entries)
+        self.name = name
+
+
+class _Output(OrderedDict):
+    """Lets its values be set by key alone, as the outputs of transformers do."""
+
+    def update(self, *args, **kwargs):
+        raise TypeError("not this way")
+
+
 def _tensor():
     return torch.ones(2)
 
@@ -48,6 +63,9 @@ def _tensor():
         (OrderedDict(a=_tensor()), lambda b: [b["a"]]),
         (defaultdict(list, a=_tensor()), lambda b: [b["a"]]),
         (UserDict(a=_tensor()), lambda b: [b["a"]]),
+        (Counter(a=_tensor()), lambda b: [b["a"]]),
+        (_Output([("a", _tensor())]), lambda b: [b["a"]]),
+        (_Named("images", [_tensor()]), lambda b: [b[0]]),
         (_Encoding(a=_tensor()), lambda b: [b["a"]]),
         (_Sample(_tensor(), "cat"), lambda b: [b.image]),
         (torch.nn.utils.rnn.pack_sequence([_tensor()]), lambda b: [b.data]),
@@ -58,6 +76,14 @@ def test_tensors_move_and_the_structure_stays(batch, tensors):
     moved = move(batch, META)
     assert type(moved) is type(batch)
     assert [tensor.device for tensor in tensors(moved)] == [META] * len(tensors(moved))
+
+
+def test_containers_of_other_classes_keep_what_they_hold():
+    counts = Counter(the=3, cat=1)
+    words = _Named("words", ["the", "cat"])
+    moved = move({"counts": counts, "words": words}, META)
+    assert moved["counts"] == counts == Counter(the=3, cat=1)
+    assert (moved["words"].name, list(moved["words"])) == ("words", ["the", "cat"])
 
 
 def test_the_batch_given_is_not_changed():
