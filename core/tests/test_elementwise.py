@@ -43,6 +43,20 @@ class NormScaled(optim.SGD):
         return super().step(closure)
 
 
+class ClippedBy(optim.SGD):
+    """Clips by the norm of all its gradients, if it is told to, and keeps the limit outside of its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1, limit: Any = None) -> None:
+        super().__init__(params, lr=lr)
+        self.limit = limit
+
+    def step(self, closure: Any = None) -> Any:
+        if self.limit is not None:
+            limit = self.limit() if callable(self.limit) else self.limit
+            nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], limit)
+        return super().step(closure)
+
+
 class RowStatistics(optim.SGD):
     """Needs a matrix as large as the number of rows squared, as Shampoo does."""
 
@@ -314,6 +328,15 @@ def test_rank_0_judges_for_all(worlds: Any, later: bool) -> None:
     assert first == second
     assert f"Moody is not known to, because {DIFFERENT}; take another optimizer" in first
     assert worlds(2).run(set_up_moody, 1, later) == ["taken"] * 2
+
+
+def test_what_an_optimizer_keeps_outside_of_its_groups_is_tried_too() -> None:
+    parameters = list(nn.Linear(2, 2).parameters())
+    assert why_not_elementwise(ClippedBy(parameters), CPU) is None
+    assert "flat pieces" in str(why_not_elementwise(ClippedBy(parameters, limit=0.1), CPU))
+    assert why_not_elementwise(ClippedBy(parameters, limit=lambda: 0.1), CPU) == (
+        "it keeps 'limit', which one that is built from its groups' settings would not have"
+    )
 
 
 def test_one_bad_group_is_enough() -> None:

@@ -37,6 +37,9 @@ _STEPS = 3 * len(_SCALES)
 #: Names that optimizers and schedulers add to a group and that no constructor takes.
 _BOOKKEEPING = ("params", "param_names", "initial_lr")
 
+#: What every optimizer has, or schedulers give it, beside its class's own attributes; hooks are not run.
+_HELD_BY_ALL = frozenset({*vars(torch.optim.SGD([torch.zeros(())])), "step", "_step_count", "_opt_called"})
+
 _IN_PIECES = "it steps a matrix differently from the same numbers in flat pieces"
 _IN_COMPANY = "it steps a matrix differently from the same numbers in flat pieces beside other tensors"
 _STATE = "it keeps state that is not the same, element by element, for a matrix and its flat pieces"
@@ -54,7 +57,8 @@ def why_not_elementwise(
     It is judged by what it does. One of the same class and settings steps a matrix whole and alone, others step the
     same numbers cut into flat pieces, some beside other tensors. After each step values and state must have the same
     bits, and what the groups hold must be the same. The optimizer itself, its state and the random number generators
-    are left alone. No answer counts as a reason: it cannot be built, it fails, it works too much. What changes its
+    are left alone; what it keeps beside its groups, such as a limit, is given to those that are tried, if it is plain.
+    No answer counts as a reason: it cannot be built, it fails, it works too much. What changes its
     nature after the first steps is not seen.
 
     Args:
@@ -68,7 +72,8 @@ def why_not_elementwise(
     kind: Any = type(optimizer)
     try:
         groups = dict.fromkeys(_Group.of(group, optimizer.defaults, settings) for group in optimizer.param_groups)
-        return _verdict(kind, _Settings.of(optimizer.defaults), tuple(groups), device)
+        kept = {name: value for name, value in vars(optimizer).items() if name not in _HELD_BY_ALL}
+        return _verdict(kind, _Settings.of(optimizer.defaults), _Settings.of(kept), tuple(groups), device)
     except Exception as error:  # noqa: BLE001 - whatever strangers' settings raise, they cannot be tried
         return f"its settings cannot be tried out ({named(error)})"
 
@@ -111,11 +116,13 @@ def _rate(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
 
 
 @functools.lru_cache(maxsize=64)
-def _verdict(kind: Any, defaults: _Settings, groups: tuple[_Group, ...], device: torch.device) -> str | None:
+def _verdict(
+    kind: Any, defaults: _Settings, kept: _Settings, groups: tuple[_Group, ...], device: torch.device
+) -> str | None:
     settings = copy.deepcopy((defaults.values, [group.settings.values for group in groups]))
     try:
         with undisturbed(device):
-            return _difference(functools.partial(Trial, kind, *settings), groups, Bounds(len(groups)))
+            return _difference(functools.partial(Trial, kind, *settings, kept=kept.values), groups, Bounds(len(groups)))
     except NoAnswer as reason:
         return str(reason)
 

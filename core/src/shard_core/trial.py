@@ -59,6 +59,8 @@ class Bounds(TorchDispatchMode):
         try:
             with self:
                 yield
+        except NoAnswer:
+            raise
         except Exception as error:
             raise self._broken or NoAnswer(f"{what_fails} ({named(error)})") from error
         if self._broken:
@@ -105,6 +107,7 @@ class Trial:
         defaults: What the user's optimizer had for defaults.
         groups: Settings of its groups, as many as there shall be.
         starts: By group, the values its tensors start with.
+        kept: What the user's keeps as attributes of its own.
         seed: Of what it may draw while it steps.
     """
 
@@ -114,6 +117,8 @@ class Trial:
         defaults: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
         starts: Sequence[Sequence[torch.Tensor]],
+        *,
+        kept: Mapping[str, Any],
         seed: int,
     ) -> None:
         self.parameters = [[torch.nn.Parameter(start.clone()) for start in each] for each in starts]
@@ -128,10 +133,23 @@ class Trial:
             ],
             **copy.deepcopy(arguments),
         )
+        self._keep(kept)
         # Some average weights, and step only after they were told to train.
         train = getattr(self.optimizer, "train", None)
         if callable(train):
             train()
+
+    def _keep(self, kept: Mapping[str, Any]) -> None:
+        """Take over what the constructor was told and put into no group: plain values, and nothing that is shared.
+
+        Raises:
+            NoAnswer: If something else would be missing.
+        """
+        for name, value in kept.items():
+            if _is_plain(value):
+                setattr(self.optimizer, name, copy.deepcopy(value))
+            elif getattr(self.optimizer, name, None) is None:
+                raise NoAnswer(f"it keeps {name!r}, which one that is built from its groups' settings would not have")
 
     def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
         """Step once.
@@ -153,6 +171,12 @@ class Trial:
             for parameter, gradient in zip(parameters, of_group, strict=True):
                 parameter.grad = gradient.clone()
         return torch.ones(())
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def named(error: Exception) -> str:
