@@ -194,3 +194,11 @@ def test_a_secret_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(SECRET_VARIABLE, "short")
     with pytest.raises(CollectiveError, match="SHARD_SECRET has 5 characters, too few for a secret"):
         get_strategy("ddp", accelerator="cpu", devices=1).setup_environment()
+
+
+@pytest.mark.parametrize("key", ["roll-call/1/name", "roll-call/1/complete", "roll-call/at/1"])
+def test_what_a_stranger_puts_into_a_roll_call_ends_in_a_sentence(key: str) -> None:
+    store = dist.HashStore()
+    store.set(key, b"\xff no number, no text")  # type: ignore[arg-type]  # torch's stubs leave bytes out
+    with pytest.raises(CollectiveError):
+        RollCall(store, 0, 2, timedelta(seconds=0.1)).answer("barrier")

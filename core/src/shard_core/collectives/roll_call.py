@@ -47,7 +47,7 @@ class RollCall:
         self._calls += 1
         call = f"roll-call/{self._calls}"
         self._store.set(f"roll-call/at/{self._rank}", f"{self._calls} {name}")
-        first = self._store.compare_set(f"{call}/name", "", name).decode()
+        first = _text(self._store.compare_set(f"{call}/name", "", name))
         if _call_of(first) != _call_of(name):
             apart = (
                 f"rank {self._rank} is in {name!r} where another rank is in {first!r}; every rank must make the same "
@@ -61,7 +61,7 @@ class RollCall:
             self._store.wait([f"{call}/complete"], self._timeout)
         except dist.DistStoreError as error:
             raise self._absence(name) from error
-        apart = self._store.get(f"{call}/complete").decode()
+        apart = _text(self._store.get(f"{call}/complete"))
         if apart:
             raise CollectiveError(apart)
 
@@ -70,8 +70,8 @@ class RollCall:
         for rank in range(self._world_size):
             key = f"roll-call/at/{rank}"
             if self._store.check([key]):
-                calls, _, place = self._store.get(key).decode().partition(" ")
-                seen[rank] = int(calls), place
+                calls, _, place = _text(self._store.get(key)).partition(" ")
+                seen[rank] = int(calls) if calls.isdecimal() else 0, place
         missing = {rank: seen.get(rank) for rank in range(self._world_size)}
         missing = {rank: last for rank, last in missing.items() if last is None or last[0] < self._calls}
         if not missing:
@@ -89,6 +89,11 @@ class RollCall:
 def _call_of(name: str) -> str:
     """Return what must be the same on every rank: the call, not the path or the module it is about."""
     return name.replace(",", " ").partition(" ")[0]
+
+
+def _text(said: bytes) -> str:
+    """Return what a key holds; whoever else reaches the store can have put anything there."""
+    return said.decode(errors="replace")
 
 
 def shared_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
