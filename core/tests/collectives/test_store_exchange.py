@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shard_core.collectives.process_group import ProcessGroupCollectives
+from shard_core.collectives.roll_call import RollCall
 from shard_core.collectives.store_exchange import StoreExchange
 from shard_core.errors import CollectiveError, MissingRank
 
@@ -131,3 +132,16 @@ def test_a_store_that_is_gone_is_told() -> None:
 def test_who_is_not_connected_is_told() -> None:
     with pytest.raises(CollectiveError, match="not connected; call setup_environment"):
         ProcessGroupCollectives().aside()
+
+
+@pytest.mark.parametrize("meets", ["roll call", "exchange"])
+def test_a_store_that_is_gone_before_a_meeting_begins_is_named(meets: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, 2, is_master=False)
+    del server
+    with pytest.raises(MissingRank, match="rank 1 lost the store that the ranks meet at"):  # noqa: SIM117
+        if meets == "roll call":
+            RollCall(store, 1, 2, timedelta(seconds=1)).answer("barrier")
+        else:
+            with StoreExchange(store, 1, 2, timedelta(seconds=1)):
+                pass

@@ -44,6 +44,12 @@ class RollCall:
             MissingRank: Naming the ranks that did not come and where they were last seen.
             CollectiveError: If the ranks met for different things.
         """
+        try:
+            self._answer(name)
+        except dist.DistNetworkError as error:
+            raise lost_store(self._rank) from error
+
+    def _answer(self, name: str) -> None:
         self._calls += 1
         call = f"roll-call/{self._calls}"
         self._store.set(f"roll-call/at/{self._rank}", f"{self._calls} {name}")
@@ -89,6 +95,14 @@ class RollCall:
 def _call_of(name: str) -> str:
     """Return what must be the same on every rank: the call, not the path or the module it is about."""
     return name.replace(",", " ").partition(" ")[0]
+
+
+def lost_store(rank: int) -> MissingRank:
+    """Make the error of a rank to which the store does not answer any more."""
+    return MissingRank(
+        f"rank {rank} lost the store that the ranks meet at; look at rank 0, or at the agent that serves the store, for "
+        "a crash."
+    )
 
 
 def _text(said: bytes) -> str:

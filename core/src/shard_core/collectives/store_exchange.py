@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shard_core.collectives.authentication import Authenticator
 from shard_core.collectives.messages import pack, unpack
+from shard_core.collectives.roll_call import lost_store
 from shard_core.collectives.serialization import deserialize, serialize
 from shard_core.errors import CollectiveError, MissingRank
 
@@ -73,7 +74,10 @@ class StoreExchange:
         return self._world_size
 
     def __enter__(self) -> Self:
-        self._pulse.start()
+        try:
+            self._pulse.start()
+        except dist.DistError as error:
+            raise lost_store(self._rank) from error
         return self
 
     def __exit__(
@@ -99,10 +103,7 @@ class StoreExchange:
             said = self._fetched({0: answer})[0]
             self._store.delete_key(mine)
         except dist.DistError as error:
-            raise MissingRank(
-                f"rank {self._rank} lost the store that the ranks meet at; look at rank 0, or at the agent that serves "
-                "the store, for a crash."
-            ) from error
+            raise lost_store(self._rank) from error
         match deserialize(self._authenticator.verify(said, self._context(answer))):
             case "missing", str(sentence):
                 raise MissingRank(sentence)
