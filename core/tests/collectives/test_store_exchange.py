@@ -139,9 +139,7 @@ def test_a_store_that_is_gone_before_a_meeting_begins_is_named(meets: str) -> No
     server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, 2, is_master=False)
     del server
-    with pytest.raises(MissingRank, match="rank 1 lost the store that the ranks meet at"):  # noqa: SIM117
-        if meets == "roll call":
-            RollCall(store, 1, 2, timedelta(seconds=1)).answer("barrier")
-        else:
-            with StoreExchange(store, 1, 2, timedelta(seconds=1)):
-                pass
+    line = StoreExchange(store, 1, 2, timedelta(seconds=1))
+    begin = line.__enter__ if meets == "exchange" else lambda: RollCall(store, 1, 2, timedelta(seconds=1)).answer("x")
+    with pytest.raises(MissingRank, match="rank 1 lost the store that the ranks meet at"):
+        begin()

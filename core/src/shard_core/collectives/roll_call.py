@@ -100,8 +100,8 @@ def _call_of(name: str) -> str:
 def lost_store(rank: int) -> MissingRank:
     """Make the error of a rank to which the store does not answer any more."""
     return MissingRank(
-        f"rank {rank} lost the store that the ranks meet at; look at rank 0, or at the agent that serves the store, for "
-        "a crash."
+        f"rank {rank} lost the store that the ranks meet at; look at rank 0, or at the agent that serves the store, "
+        "for a crash."
     )
 
 
