@@ -257,6 +257,8 @@ def test_structures_that_differ_between_ranks_are_refused_on_all(worlds: Any, wh
         (lambda s: s.reduce({Nameless(): 1.0, Nameless(): 2.0}), r"two keys that are both written \[nameless\]"),
         (lambda s: s.reduce({"n": 3}), r"at \['n'\], the mean of int64 values is not whole"),
         (lambda s: s.reduce({"n": True}), r"at \['n'\], the mean of bool values is not whole"),
+        (lambda s: s.all_reduce({"n": True}, reduce_op="sum"), r"at \['n'\], the sum of bool values is no truth value"),
+        (lambda s: s.all_reduce(torch.ones(2) > 0, reduce_op="sum"), "ask for reduce_op='max' or 'min'"),
         (lambda s: s.reduce(1.0, reduce_op="summ"), "there is no reduction 'summ'"),
         (lambda s: s.reduce(torch.ones(1), reduce_op=dist.ReduceOp.BAND), "there is no reduction 'BAND'"),
         (lambda s: s.all_reduce(torch.ones(1), reduce_op=dist.ReduceOp.PREMUL_SUM), "no reduction 'PREMUL_SUM'"),

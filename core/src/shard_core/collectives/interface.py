@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+import torch
+
 from shard_core.errors import CollectiveError, MissingCapability, nearest
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-
-    import torch
 
     from shard_core.coordinator import Coordinator
 
@@ -53,19 +53,24 @@ def reduce_op_named(op: object) -> ReduceOp:
 
 
 def check_mean(op: ReduceOp, tensor: torch.Tensor) -> None:
-    """Refuse the mean of a dtype that cannot hold it.
+    """Refuse a mean that its dtype cannot hold, and sums of truth values, which would be truth values again.
 
     Args:
         op: The reduction asked for.
         tensor: What is to be reduced.
 
     Raises:
-        CollectiveError: If it is the mean of whole numbers or truth values.
+        CollectiveError: If it is the mean of whole numbers, or the mean or sum of truth values.
     """
+    if op == "sum" and tensor.dtype == torch.bool:
+        raise CollectiveError(
+            "the sum of bool values is no truth value; convert the tensor to an integer dtype to count, or ask for "
+            "reduce_op='max' or 'min', whether any or all are true."
+        )
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise CollectiveError(
             f"the mean of {str(tensor.dtype).removeprefix('torch.')} values is not whole; "
-            "convert the tensor to a floating-point dtype, or ask for reduce_op='sum'."
+            "convert the tensor to a floating-point dtype, or ask for another reduction."
         )
 
 
