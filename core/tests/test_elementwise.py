@@ -263,7 +263,11 @@ def test_settings_change_nothing_about_it(kind: Any, settings: dict[str, Any]) -
     assert why_not_elementwise(kind(nn.Linear(2, 2).parameters(), **settings), CPU) is None
 
 
-@pytest.mark.parametrize("settings", [{"amsgrad": True}, {"lr": torch.tensor(0.1)}, {"weight_decay": 0.1}])
+@pytest.mark.parametrize(
+    "settings",
+    # The last of them end in no numbers, and in the same places.
+    [{"amsgrad": True}, {"lr": torch.tensor(0.1)}, {"weight_decay": 0.1}, {"lr": 123.0, "weight_decay": 123.0}],
+)
 def test_so_do_those_of_adam(settings: dict[str, Any]) -> None:
     assert why_not_elementwise(optim.AdamW(nn.Linear(2, 2).parameters(), **settings), CPU) is None
 

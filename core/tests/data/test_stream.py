@@ -303,6 +303,13 @@ def test_a_stream_that_shards_itself_goes_on_at_its_own_world_size(worlds):
         read(own, *make, results[0][1])
 
 
+def test_what_a_library_has_split_is_not_shared_again():
+    loader = DataLoader(Stream(), batch_size=2)
+    loader.dataset._distributed = Split(0, 2)
+    with pytest.raises(InvalidOption, match="shard_stream=True would share Stream a second time: its library has split"):
+        sharded(loader, shard_stream=True)
+
+
 def test_a_position_of_one_kind_of_stream_is_none_of_the_other():
     _, shared = read(whole, {"dataset": StreamWithState}, {}, None, 1)
     with pytest.raises(CheckpointMismatch, match="saved in an IterableDataset that ranks shared"):

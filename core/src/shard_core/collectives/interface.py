@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-import torch
-
 from shard_core.errors import CollectiveError, MissingCapability, nearest
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+
+    import torch
 
     from shard_core.coordinator import Coordinator
 
@@ -62,7 +62,7 @@ def check_mean(op: ReduceOp, tensor: torch.Tensor) -> None:
     Raises:
         CollectiveError: If it is the mean of whole numbers, or the mean or sum of truth values.
     """
-    if op == "sum" and tensor.dtype == torch.bool:
+    if op == "sum" and str(tensor.dtype) == "torch.bool":
         raise CollectiveError(
             "the sum of bool values is no truth value; convert the tensor to an integer dtype to count, or ask for "
             "reduce_op='max' or 'min', whether any or all are true."

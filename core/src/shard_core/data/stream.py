@@ -6,6 +6,7 @@ import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
+from shard_core._versions import is_split_over_ranks
 from shard_core.data.sharing import agreed, reads_alike, shards_itself
 from shard_core.errors import CheckpointError, CheckpointMismatch, InvalidOption
 
@@ -55,6 +56,11 @@ class StreamFeed:
         self._rank = rank
         self._world_size = world_size
         self._coordinator = coordinator
+        if shard_stream and is_split_over_ranks(loader.dataset):
+            raise InvalidOption(
+                f"shard_stream=True would share {type(loader.dataset).__name__} a second time: its library has split it "
+                "over ranks already; leave shard_stream out, or give every rank the set as it was before the split."
+            )
         self._marked = shards_itself(loader)
         facts = {"dataset": "an IterableDataset", "shard_stream": shard_stream, "a mark of sharding": self._marked}
         agreed(facts, None, coordinator)

@@ -201,7 +201,7 @@ class Building(Starting):
             part_ways(self.distributed_sampler_kwargs["rank"])
             self.engine_seed(torch.initial_seed())
         # One process may still hold them in a form, or on a device, that nobody but the engine reads.
-        spread = sharded or (self.world_size == 1 and not self.engine_keeps_torch_tensors)
+        spread = sharded or (self.world_size == 1 and not type(self).engine_keeps_torch_tensors)
         pretrained.install(
             self.info.name, lambda: self.engine_state({"model": module}, {}), self.collectives, spread=spread
         )
