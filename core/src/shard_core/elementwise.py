@@ -239,4 +239,4 @@ def _same(whole: Any, piece: Any, cut: Callable[[torch.Tensor], torch.Tensor] = 
 
 def _equal(whole: torch.Tensor, piece: torch.Tensor) -> bool:
     """Compare numbers; what settings of no sense blow up to no number must be none in both."""
-    return torch.equal(whole, piece) or bool(((whole == piece) | ((whole != whole) & (piece != piece))).all())
+    return torch.equal(whole, piece) or bool(((whole == piece) | (whole.isnan() & piece.isnan())).all())

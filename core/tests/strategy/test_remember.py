@@ -83,6 +83,35 @@ def test_what_the_checkpoint_lacks_is_an_error_or_a_warning(tmp_path: Path) -> N
         strategy.load_checkpoint(tmp_path / "none", mine)
 
 
+class Counter:
+    """A stateful object that takes back no more than a limit."""
+
+    def __init__(self, count: int, limit: int = 100) -> None:
+        self.counts = [count]
+        self.limit = limit
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts[:] = state["counts"]
+        if self.counts[0] > self.limit:
+            raise ValueError("the count is too large")
+
+
+def test_a_stateful_object_that_refuses_leaves_all_as_they_were(tmp_path: Path) -> None:
+    strategy, state = ready(0)
+    strategy.save_checkpoint(tmp_path, {**state, "a": Counter(7), "b": Counter(70)})
+    strategy, state = ready(1)
+    before = {name: tensor.clone() for name, tensor in strategy.module_state_dict(state["model"]).items()}
+    first, second = Counter(1), Counter(2, limit=50)
+    with pytest.raises(CheckpointError, match="the count is too large"):
+        strategy.load_checkpoint(tmp_path, {**state, "a": first, "b": second})
+    assert (first.counts, second.counts) == ([1], [2])
+    after = strategy.module_state_dict(state["model"])
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
 def test_the_scaler_goes_along_and_may_be_missing(tmp_path: Path) -> None:
     strategy, state = ready(0, precision="16-mixed")
     strategy.precision.scaler.record(finite=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,6 +47,8 @@ class Contents:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._stateful: dict[str, Stateful] = {}
         self._plain: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
+        self._begun: list[str] = []
         for key, value in state.items():
             if isinstance(value, torch.nn.Module):
                 self.modules[key] = value
@@ -66,6 +70,12 @@ class Contents:
         """The user's keys of what is kept besides modules and optimizers."""
         return frozenset((*self._stateful, *self._plain))
 
+    def remember(self) -> None:
+        """Copy the state of stateful objects, for ``put_back``; of one that cannot say, nothing."""
+        for key, value in self._stateful.items():
+            with contextlib.suppress(Exception):  # a stranger's; whoever asks for more than a way back hears of it
+                self._before[key] = copy.deepcopy(value.state_dict())
+
     def restore(self, values: Mapping[str, Any]) -> None:
         """Restore the state of stateful objects.
 
@@ -74,7 +84,16 @@ class Contents:
         """
         for key, value in self._stateful.items():
             if key in values:
+                self._begun.append(key)
                 value.load_state_dict(values[key])
+
+    def put_back(self) -> None:
+        """Undo ``restore``, as far as the objects' state was copied and they take it back."""
+        for key in self._begun:
+            if key in self._before:
+                with contextlib.suppress(Exception):  # why they were not restored is what the user must hear
+                    self._stateful[key].load_state_dict(self._before[key])
+        self._begun.clear()
 
     def replace(self, values: Mapping[str, Any], into: dict[str, Any] | None) -> dict[str, Any]:
         """Replace plain values in the user's dict.

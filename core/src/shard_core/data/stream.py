@@ -58,8 +58,8 @@ class StreamFeed:
         self._coordinator = coordinator
         if shard_stream and is_split_over_ranks(loader.dataset):
             raise InvalidOption(
-                f"shard_stream=True would share {type(loader.dataset).__name__} a second time: its library has split it "
-                "over ranks already; leave shard_stream out, or give every rank the set as it was before the split."
+                f"shard_stream=True would share {type(loader.dataset).__name__} a second time: its library has split "
+                "it over ranks already; leave shard_stream out, or give every rank the set as it was before the split."
             )
         self._marked = shards_itself(loader)
         facts = {"dataset": "an IterableDataset", "shard_stream": shard_stream, "a mark of sharding": self._marked}

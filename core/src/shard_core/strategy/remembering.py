@@ -22,6 +22,7 @@ from shard_core.strategy.looking import Looking
 from shard_core.strategy.random_state import check_random_state, gather_random_state, generator_kept, take_up
 
 if TYPE_CHECKING:
+    from shard_core.checkpoint.interface import LoadedCheckpoint
     from shard_core.checkpoint.peers.comparison import Names
 
 T = TypeVar("T")
@@ -125,7 +126,8 @@ class Remembering(Looking):
                 optimizer among them the run goes on, and so do the random number generators.
             storage_options: For the store a URL names.
             strict: Whether anything that differs or lacks is an error, before anything was touched. Stateful objects
-                get theirs before any tensor does, so that one that refuses it leaves modules and optimizers alone.
+                get theirs before any tensor does; if one refuses it, all get back what their ``state_dict`` said
+                before, and modules and optimizers stay as they are.
 
         Returns:
             What was in the checkpoint and not asked for: values, and None for each module and optimizer.
@@ -141,7 +143,9 @@ class Remembering(Looking):
         def take_apart() -> Contents:
             check_flag("strict", strict)
             check_storage_options(storage_options)
-            return self._contents({} if state is None else state)
+            contents = self._contents({} if state is None else state)
+            contents.remember()
+            return contents
 
         contents = self._on_all_ranks("loading", path, take_apart)
         tensors = contents.modules or contents.optimizers
@@ -159,10 +163,8 @@ class Remembering(Looking):
             contents.restore(found)
             taken = True
 
-        loaded = self._on_all_ranks(
-            "loading",
-            path,
-            lambda: self.checkpoint_io.load(
+        def load() -> LoadedCheckpoint:
+            return self.checkpoint_io.load(
                 path,
                 asked,
                 coordinator=self.collectives,
@@ -170,12 +172,17 @@ class Remembering(Looking):
                 strict=strict,
                 values=values,
                 take_values=take_values,
-            ),
-        )
+            )
+
+        try:
+            loaded = self._on_all_ranks("loading", path, load)
+            if not taken:  # by a part that hands values out when all is filled
+                self._on_all_ranks("loading", path, lambda: take_values(loaded.values))
+        except BaseException:
+            contents.put_back()
+            raise
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
-        if not taken:  # by a part that hands values out when all is filled
-            self._on_all_ranks("loading", path, lambda: take_values(loaded.values))
         random = loaded.values.pop(RANDOM_KEY, None)
         left = contents.replace(loaded.values, into=state)
         if contents.optimizers and random is not None:
