@@ -313,7 +313,7 @@ def kind_of_device(given: dict[str, Any]) -> str:
 
 def test_every_rank_has_a_device_of_its_own(worlds: Any) -> None:
     given = {"parallel_devices": ["xla", "xla:0"]}
-    assert worlds(2).run(kind_of_device, given) == ["xla:0 of 2"] * 2
+    assert worlds(2, HASTY).run(kind_of_device, given) == ["xla:0 of 2"] * 2
     with pytest.raises(InvalidOption, match="parallel_devices names xla:1, and a rank sees one xla device only"):
         get_strategy("xla_fsdp", parallel_devices=["xla:0", "xla:1"]).setup_environment()
 
