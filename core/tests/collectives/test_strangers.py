@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -41,9 +42,10 @@ def test_a_pickle_in_the_store_of_a_launched_run_is_refused_unread(tmp_path: Pat
     strategy = get_strategy("ddp", accelerator="cpu", devices=2, guard_timeout=timedelta(seconds=10))
     strategy.launch(save_beside_a_stranger, tmp_path)
     assert not (tmp_path / "ran").exists()
-    assert (
-        "a message (aside/0/1/all) was refused unread: no rank of this run has signed it"
-        in (tmp_path / "rank-1").read_text()
+    said = (tmp_path / "rank-1").read_text()
+    # Rank 0's own answer may take the place of one or another before rank 1 looks.
+    assert re.search(r"a message \(aside/\d/\d+/all\) was refused unread: no rank of this run has signed it", said), (
+        said
     )
     assert not (tmp_path / "c" / "manifest.json").exists()
 

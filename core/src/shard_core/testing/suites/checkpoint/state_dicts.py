@@ -32,7 +32,7 @@ class StateDicts(Suite):
     """State dicts and checkpoints hold what is now, for each parameter its own, every time."""
 
     @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-    @promise(after=("state_dicts_are_whole", "moments_come_back"), every_size=False)
+    @promise(after=("state_dicts_are_whole", "round_trip_is_bitwise", "moments_come_back"), every_size=False)
     def test_every_state_dict_is_of_its_moment(self, ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
         """State dicts and checkpoints made one after the other, with steps in between, are each of their own moment.
 
@@ -46,7 +46,13 @@ class StateDicts(Suite):
         _assert_like_plain(run, _looks_plainly(("uneven", optimizer), 2))
 
     @pytest.mark.parametrize("how", ["left out", "unfrozen", "loaded"])
-    @promise(after=("unused_parameters_keep_their_values", "every_state_dict_is_of_its_moment"), every_size=False)
+    @promise(
+        after=(
+            *("unused_parameters_keep_their_values", "every_state_dict_is_of_its_moment"),
+            *("loads_at_another_world_size", "loads_what_other_strategies_saved"),
+        ),
+        every_size=False,
+    )
     def test_steps_are_counted_for_each_parameter(
         self, ranks: Ranks, ranks_of: Callable[..., Ranks], tmp_path: Path, how: str
     ) -> None:
