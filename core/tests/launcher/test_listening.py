@@ -46,7 +46,10 @@ def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: os.environ[name] for name in chosen} == chosen
 
 
-@pytest.mark.parametrize("options", [[], ["--standalone"], ["--max-restarts", "1"]])
+@pytest.mark.parametrize(
+    "options",
+    [[], *(pytest.param(each, marks=pytest.mark.long) for each in (["--standalone"], ["--max-restarts", "1"]))],
+)
 def test_shard_run_listens_on_the_loopback_interface_alone(tmp_path: Path, options: list[str]) -> None:
     script = [listening.__file__, str(tmp_path / "told")]
     command = [sys.executable, "-m", "shard_core", "run", "--nproc-per-node", "2", *options, *script]
