@@ -81,7 +81,7 @@ class Data(Suite):
             assert seen.total() == wanted, f"{seen.total()} samples are seen in epoch {epoch}, not {wanted}"
             assert len(missing) == max(0, _SAMPLES - wanted), f"nobody sees samples {sorted(missing)} in epoch {epoch}"
 
-    @promise(after=("ranks_take_equally_many_steps",))
+    @promise(after=("samples_are_shared_out",))
     def test_streams_are_shared_by_batches(self, ranks: Ranks) -> None:
         """Batch n of a stream that all ranks read goes to data rank n modulo their number, an incomplete round to none.
 

@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 class Replicas(Suite):
     """Ranks start alike, and what they show is of one of them."""
 
-    @promise(after=("averages_gradients", "buffers_are_right"))
+    @promise(after=("averages_gradients", "buffers_are_right", "frozen_parameters_stay_frozen"))
     def test_starts_from_rank_zero(self, ranks: Ranks) -> None:
         """A module that each rank has built with values of its own has rank 0's everywhere, from setup on.
 
