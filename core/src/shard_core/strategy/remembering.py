@@ -143,11 +143,11 @@ class Remembering(Looking):
         def take_apart() -> Contents:
             check_flag("strict", strict)
             check_storage_options(storage_options)
-            contents = self._contents({} if state is None else state)
-            contents.remember()
-            return contents
+            return self._contents({} if state is None else state)
 
         contents = self._on_all_ranks("loading", path, take_apart)
+        # Only now: a data loader's state is put together by all ranks, and one of them may have raised above.
+        self._on_all_ranks("loading", path, contents.remember)
         tensors = contents.modules or contents.optimizers
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
         # Checked with all else: a value found lacking after the tensors were filled would come too late.
