@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import xxhash
 
 from shard_core.checkpoint.folder import standing_manifest
+from shard_core.checkpoint.keys import KINDS
 from shard_core.checkpoint.manifest import CLAIM, MANIFEST_NAME, Manifest
 from shard_core.checkpoint.storage.record import FileRecord
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointOvertaken
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.storage.interface import Folder
     from shard_core.checkpoint.storage.side_by_side import SideBySide
 
-#: What tensors belong to, as their keys and their files begin.
-KINDS = ("model", "optim", "state")
 #: How often a folder is made that others remove as soon as it is empty.
 _TRIES = 100
 

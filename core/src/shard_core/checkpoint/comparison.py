@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shard_core.checkpoint.dtypes import dtype_code
+from shard_core.checkpoint.keys import OWN_KEYS, is_slot, slot_in
 from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES, OptimizerRecord
-from shard_core.checkpoint.own_keys import OWN_KEYS
 from shard_core.errors import nearest
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TensorComparison:
         if match is None:
             return  # its module is missing as a whole, which is one difference and not one per tensor
         stored = match.stored_key(shard.key)
-        optimizer_state = shard.key.startswith("optim.")
+        optimizer_state = is_slot(shard.key)
         if stored is None:
             # State that was not there at the save is dropped at the load; nothing is missing.
             if not optimizer_state:
@@ -113,7 +113,7 @@ class TensorComparison:
                     reason = f"is tied to {tie!r} here, but kept apart" if tie else "is not here, but"
                     self.differences.append(f"{match.called(key, live=False)} {reason} in the checkpoint")
                 elif key.startswith(match.saved_optim):
-                    name = key.removeprefix(match.saved_optim).rpartition(".")[0]
+                    name, _ = slot_in(key, match.saved_optim)
                     takers = {(match.live, taker) for taker in match.live_names(name)} & restored - self.unfit
                     if takers:
                         told = match.called(key, live=False)

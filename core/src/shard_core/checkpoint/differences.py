@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shard_core.checkpoint.keys import RANDOM_TENSORS, is_slot, model_key, name_in, slot_in, slot_key
 from shard_core.checkpoint.opened import OpenedCheckpoint
-from shard_core.checkpoint.own_keys import RANDOM_TENSORS
 from shard_core.checkpoint.storage.opening import is_url
 from shard_core.checkpoint.value_differences import optimizer_differences, value_differences
 from shard_core.errors import CheckpointCorrupted, InvalidOption
@@ -139,11 +139,11 @@ def _stored(side: OpenedCheckpoint) -> dict[str, str]:
 
 
 def _tied(side: OpenedCheckpoint, key: str) -> str:
-    if not key.startswith("optim."):
+    if not is_slot(key):
         return side.ties[key][0] if key in side.ties else key
-    name, _, slot = key.removeprefix("optim.").rpartition(".")
-    group = side.ties.get(f"model.{name}")
-    return f"optim.{group[0].removeprefix('model.')}.{slot}" if group else key
+    name, slot = slot_in(key)
+    group = side.ties.get(model_key(name))
+    return slot_key(name_in(group[0]), slot) if group else key
 
 
 def _unlike_ties(one: OpenedCheckpoint, other: OpenedCheckpoint) -> Iterator[Difference]:

@@ -17,6 +17,7 @@ from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.casting import overflows
 from shard_core.checkpoint.dtypes import torch_dtype
 from shard_core.checkpoint.export_layout import Configuration, divide, is_of_an_export, write_weights_index
+from shard_core.checkpoint.keys import model_key
 from shard_core.checkpoint.opened import OpenedCheckpoint
 from shard_core.checkpoint.storage.local import LocalFolder, fsync_folder
 from shard_core.checkpoint.storage.opening import is_url
@@ -141,7 +142,7 @@ def _names(opened: OpenedCheckpoint, module: str | None, prefix: str) -> tuple[d
         )
     if module is not None and module not in modules:
         raise InvalidOption(f"module {module!r} is not in the checkpoint{nearest(module, modules)}; it holds: {held}.")
-    start = f"model.{modules[module] if module is not None else next(iter(modules.values()))}{prefix}"
+    start = model_key((modules[module] if module is not None else next(iter(modules.values()))) + prefix)
     keys = {
         tensor.key.removeprefix(start): tensor.key
         for tensor in opened.manifest.tensors

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from shard_core.checkpoint.keys import is_slot, model_key, slot_in
 from shard_core.checkpoint.state import KeySpace, Slot, TrainingState
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class FilteredState(TrainingState):
         """Describe what is left of the optimizers."""
         keys = KeySpace(self._state.modules)
         left_out = {shard.key for shard in self._state.shards() if not self._chosen(shard.key)}
-        owners = {key if key.startswith("model.") else f"model.{_parameter(key)}" for key in left_out}
+        owners = {model_key(slot_in(key)[0]) if is_slot(key) else key for key in left_out}
         records = {}
         for key, record in self._state.optimizers().items():
             kept = {name for name in record.names if keys.parameter(record.module, name) not in owners}
@@ -67,7 +68,3 @@ class FilteredState(TrainingState):
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
         """Bring scalars and hyper-parameters back into the whole state."""
         self._state.finish_load(optimizers)
-
-
-def _parameter(key: str) -> str:
-    return key.removeprefix("optim.").rpartition(".")[0]

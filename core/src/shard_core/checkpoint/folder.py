@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from shard_core.checkpoint.foreign_files import holds_weights
 from shard_core.checkpoint.index import ChunkIndex
-from shard_core.checkpoint.manifest import MANIFEST_NAME, Manifest
+from shard_core.checkpoint.manifest import HEAD_BYTES, MANIFEST_NAME, Manifest, sequence_in
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.errors import CheckpointCorrupted, CheckpointNotFound, nearest
 
@@ -94,6 +95,22 @@ def standing_manifest(folder: Folder) -> bytes | None:
         return None  # removed in between
 
 
+def next_sequence(saved: Folder) -> int:
+    """Return the number of a checkpoint that is about to be committed: one more than the highest beside it has.
+
+    Args:
+        saved: Where it will be.
+    """
+    heads: list[bytes] = []
+    try:
+        heads = saved.parent.beginnings(MANIFEST_NAME, HEAD_BYTES)
+    except OSError as error:
+        # Who may not look at what is beside it, cannot ask for the newest of them either.
+        if not isinstance(error, PermissionError) and not isinstance(error.__cause__, PermissionError):
+            raise
+    return 1 + max(map(sequence_in, heads), default=0)
+
+
 def read_index(folder: Folder, manifest: Manifest) -> ChunkIndex:
     """Read the index of a checkpoint.
 
@@ -116,8 +133,6 @@ def read_index(folder: Folder, manifest: Manifest) -> ChunkIndex:
 
 
 def _absence(folder: Folder) -> str:
-    from shard_core.checkpoint.peers.recognition import holds_weights
-
     if isinstance(folder.path, Path) and holds_weights(folder.path):
         return "holds weights that another library has written; load_weights() loads them"
     if folder.is_file():

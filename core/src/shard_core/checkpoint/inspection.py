@@ -9,11 +9,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.commit import KINDS
 from shard_core.checkpoint.fields import Fields
 from shard_core.checkpoint.folder import read_index, read_manifest
+from shard_core.checkpoint.keys import KINDS, RANDOM_KEY, RANDOM_TENSORS
 from shard_core.checkpoint.manifest import Manifest
-from shard_core.checkpoint.own_keys import RANDOM_KEY, RANDOM_TENSORS
 from shard_core.checkpoint.plain_values import plain
 from shard_core.checkpoint.run_folder import run_entry
 from shard_core.checkpoint.storage.opening import open_folder

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.dtypes import torch_dtype
 from shard_core.checkpoint.fields import Fields
+from shard_core.checkpoint.keys import MODEL, OPTIMIZER, slot_in
 from shard_core.checkpoint.optimizer_record import OptimizerRecord
 from shard_core.checkpoint.state import KeySpace, Slot
 
@@ -31,8 +32,8 @@ class ModuleMatch:
     ) -> None:
         self.live, self.saved = live, saved
         prefix = manifest.modules[saved]
-        self._live_model, self._live_optim = f"model.{live_prefix}", f"optim.{live_prefix}"
-        self.saved_model, self.saved_optim = f"model.{prefix}", f"optim.{prefix}"
+        self._live_model, self._live_optim = f"{MODEL}{live_prefix}", f"{OPTIMIZER}{live_prefix}"
+        self.saved_model, self.saved_optim = f"{MODEL}{prefix}", f"{OPTIMIZER}{prefix}"
         self._live_aliases = _inside(self._live_model, live_aliases)
         self._saved_aliases = _inside(self.saved_model, manifest.aliases)
         self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
@@ -46,7 +47,7 @@ class ModuleMatch:
         if key.startswith(self._live_model):
             name = self._stored_name(key.removeprefix(self._live_model))
             return None if name is None else self.saved_model + name
-        name, _, slot = key.removeprefix(self._live_optim).rpartition(".")
+        name, slot = slot_in(key, self._live_optim)
         stored = f"{self.saved_optim}{self._stored_name(name)}.{slot}"
         return stored if stored in self._tensors else None
 
@@ -60,14 +61,14 @@ class ModuleMatch:
         model, optim = (self._live_model, self._live_optim) if live else (self.saved_model, self.saved_optim)
         if key.startswith(model):
             return repr(f"{self.live}.{key.removeprefix(model)}")
-        name, _, slot = key.removeprefix(optim).rpartition(".")
+        name, slot = slot_in(key, optim)
         return f"the optimizer's {slot!r} of {f'{self.live}.{name}'!r}"
 
     def parameter_of(self, key: str) -> str:
         """Give the name, in a live key, of the tensor or of the parameter whose state it is."""
         if key.startswith(self._live_model):
             return key.removeprefix(self._live_model)
-        return key.removeprefix(self._live_optim).rpartition(".")[0]
+        return slot_in(key, self._live_optim)[0]
 
     def tied_here(self, stored_key: str) -> str | None:
         """Give the live name that a stored tensor is tied to, if that is why nothing asks for it."""
@@ -81,7 +82,7 @@ class ModuleMatch:
     def slots(self) -> Iterator[Slot]:
         """List the checkpoint's optimizer state under live names."""
         for key, tensor in self._tensors.items():
-            name, _, slot = key.removeprefix(self.saved_optim).rpartition(".")
+            name, slot = slot_in(key, self.saved_optim)
             parameter = self._tensors.get(self.saved_model + name)
             if key.startswith(self.saved_optim) and parameter is not None:
                 for live in self.live_names(name):

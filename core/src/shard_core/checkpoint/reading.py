@@ -13,17 +13,15 @@ import xxhash
 
 from shard_core.checkpoint.box import Box
 from shard_core.checkpoint.dtypes import ITEM_SIZES, torch_dtype
-from shard_core.checkpoint.handing_on import hand_on
 from shard_core.checkpoint.index import SHARED_BYTES
 from shard_core.checkpoint.storage.mapping import FileRange
 from shard_core.checkpoint.tensor_file import BLOCK_BYTES
-from shard_core.errors import CheckpointCorrupted, CheckpointError
+from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.index import Chunk, ChunkIndex
-    from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.storage.interface import Folder
-    from shard_core.coordinator import Coordinator
+    from shard_core.checkpoint.storage.mapping import FileReads
 
 _LISTED = 10
 
@@ -82,18 +80,14 @@ class TensorReader:
             if file == other and begin < end:
                 raise CheckpointCorrupted(SHARED_BYTES)
 
-    def hand_on(self, reads: Iterable[Read], coordinator: Coordinator, doing: str) -> None:
-        """Let one rank bring what several are about to read, and hand it on; every rank calls this.
+    @property
+    def files(self) -> FileReads:
+        """The checkpoint's files."""
+        return self._files
 
-        Args:
-            reads: What this rank is about to verify and read.
-            coordinator: How ranks talk.
-            doing: What this is part of, for messages.
-
-        Raises:
-            CheckpointError: On every rank, if the bytes cannot be brought on any.
-        """
-        hand_on(self._files, list(self._blocks_of(reads)), coordinator, doing)
+    def ranges(self, reads: Iterable[Read]) -> list[FileRange]:
+        """List the ranges of bytes that ``verify`` will look at."""
+        return list(self._blocks_of(reads))
 
     def verify(self, reads: Iterable[Read]) -> None:
         """Bring the bytes about to be read to where they can be looked at, and compare them with their digests.
@@ -122,21 +116,6 @@ class TensorReader:
             CheckpointCorrupted: If somebody has.
         """
         self._files.check_unchanged()
-
-    def fill(self, shard: TensorShard, reads: Sequence[Read]) -> None:
-        """Copy what was planned into a shard's view.
-
-        Raises:
-            CheckpointError: If it is less than the whole view.
-        """
-        filled = 0
-        for read in reads:
-            self.read_into(shard.view[read.box.slices(shard.offsets)], read)
-            filled += read.box.volume
-        if filled != shard.view.numel():
-            raise CheckpointError(
-                f"{shard.key!r}: {filled} of {shard.view.numel()} elements were found; the checkpoint is incomplete."
-            )
 
     def read_into(self, target: torch.Tensor, read: Read) -> None:
         """Copy what was planned into a tensor of its shape; its digest is not looked at."""

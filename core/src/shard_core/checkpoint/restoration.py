@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,14 @@ from shard_core.checkpoint.comparison import (
 )
 from shard_core.checkpoint.fields import shown
 from shard_core.checkpoint.folder import read_index
+from shard_core.checkpoint.handing_on import hand_on
 from shard_core.checkpoint.interface import LoadedCheckpoint
+from shard_core.checkpoint.keys import VALUE, is_slot
 from shard_core.checkpoint.manifest import Manifest
 from shard_core.checkpoint.matching import match_modules, saved_optimizers
 from shard_core.checkpoint.reading import Read, TensorReader
-from shard_core.checkpoint.values import VALUE_PREFIX, decode
-from shard_core.errors import CheckpointCorrupted, CheckpointMismatch
+from shard_core.checkpoint.values import decode
+from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.optimizer_record import OptimizerRecord
@@ -91,8 +93,8 @@ class Restoration:
             )
 
     def hand_on(self, coordinator: Coordinator, doing: str) -> None:
-        """Let one rank bring what several are about to read, if it is worthwhile; see ``TensorReader.hand_on``."""
-        self._reader.hand_on(self._reads(), coordinator, doing)
+        """Bring what several ranks are about to read on one of them and broadcast it; see ``hand_on``."""
+        hand_on(self._reader.files, self._reader.ranges(self._reads()), coordinator, doing)
 
     def verify(self) -> None:
         """Verify the digests of what will be read, read the values, and prove that all can be filled.
@@ -117,7 +119,7 @@ class Restoration:
         """
         try:
             for shard, reads in self._planned:
-                self._reader.fill(shard, reads)
+                self._fill(shard, reads)
             self._reader.check_unchanged()
         except CheckpointCorrupted as error:
             raise CheckpointCorrupted(
@@ -160,7 +162,7 @@ class Restoration:
         self._planned = [
             (fit.shard, self._reader.plan(fit.stored, fit.shard.box))
             for fit in tensors.fitting
-            if fit.owner in restored or not fit.shard.key.startswith("optim.")
+            if fit.owner in restored or not is_slot(fit.shard.key)
         ]
         here = {(record.module, name) for record in live.values() for name in record.names}
         self._remainder = [key for key in self._manifest.modules if key not in taken]
@@ -173,10 +175,20 @@ class Restoration:
     def _reads(self) -> Iterator[Read]:
         """Give all that will be read, the user's values included."""
         for tensor in self._manifest.tensors:
-            if tensor.key.startswith(VALUE_PREFIX):
+            if tensor.key.startswith(VALUE):
                 yield from self._reader.plan(tensor.key, Box.whole(tensor.shape))
         for _, reads in self._planned:
             yield from reads
+
+    def _fill(self, shard: TensorShard, reads: Sequence[Read]) -> None:
+        filled = 0
+        for read in reads:
+            self._reader.read_into(shard.view[read.box.slices(shard.offsets)], read)
+            filled += read.box.volume
+        if filled != shard.view.numel():
+            raise CheckpointError(
+                f"{shard.key!r}: {filled} of {shard.view.numel()} elements were found; the checkpoint is incomplete."
+            )
 
     def _stored_value(self, name: Any) -> torch.Tensor:
         if not isinstance(name, str) or name not in self._index:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.folder import read_manifest
-from shard_core.checkpoint.manifest import FILE_NAME, HEAD_BYTES, MANIFEST_NAME, Manifest, sequence_in
+from shard_core.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, Manifest
 from shard_core.checkpoint.storage.locking import LOCK_NAME
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound
@@ -152,22 +152,6 @@ def is_telling(name: str) -> bool:
         (True, False)
     """
     return is_ours(name) and bool(_TELLING.fullmatch(name))
-
-
-def next_sequence(saved: Folder) -> int:
-    """Return the number of a checkpoint that is about to be committed: one more than the highest beside it has.
-
-    Args:
-        saved: Where it will be.
-    """
-    heads: list[bytes] = []
-    try:
-        heads = saved.parent.beginnings(MANIFEST_NAME, HEAD_BYTES)
-    except OSError as error:
-        # Who may not look at what is beside it, cannot ask for the newest of them either.
-        if not isinstance(error, PermissionError) and not isinstance(error.__cause__, PermissionError):
-            raise
-    return 1 + max(map(sequence_in, heads), default=0)
 
 
 def _manifest(folder: Folder, names: Mapping[str, int]) -> tuple[Manifest | None, Standing]:

@@ -10,21 +10,22 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from shard_core.checkpoint.box import Box
-from shard_core.checkpoint.commit import KINDS, Attempt
 from shard_core.checkpoint.dtypes import ITEM_SIZES, dtype_code
 from shard_core.checkpoint.index import Chunk, ChunkIndex, TensorRecord
+from shard_core.checkpoint.keys import KINDS, VALUE
 from shard_core.checkpoint.merging import merge_parts
 from shard_core.checkpoint.ownership import check_values
 from shard_core.checkpoint.part import Part, decode_part, encode_part, index_of
 from shard_core.checkpoint.reading import TensorReader
 from shard_core.checkpoint.shard import TensorShard
 from shard_core.checkpoint.tensor_file import Entry, TensorFileWriter
-from shard_core.checkpoint.values import VALUE_PREFIX, encode
+from shard_core.checkpoint.values import encode
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
+    from shard_core.checkpoint.commit import Attempt
     from shard_core.checkpoint.storage.record import FileRecord
     from shard_core.checkpoint.storage.side_by_side import SideBySide
     from shard_core.checkpoint.values import JSON
@@ -43,7 +44,7 @@ def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, J
     shards: dict[str, TensorShard] = {}
 
     def keep(path: str, tensor: torch.Tensor) -> JSON:
-        key = f"{VALUE_PREFIX}{path}"
+        key = f"{VALUE}{path}"
         if isinstance(tensor, DTensor):
             raise CheckpointError(
                 f"{path!r} is a distributed tensor; put the module that holds it into the state, or a plain tensor."

@@ -12,7 +12,7 @@ from shard_core.checkpoint.filtered_state import FilteredState
 from shard_core.checkpoint.folder import latest, read_manifest, standing_manifest
 from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
 from shard_core.checkpoint.restoration import Restoration
-from shard_core.checkpoint.retention import Retention
+from shard_core.checkpoint.retention import Retention, retain
 from shard_core.checkpoint.sharded_save import ShardedSave
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.errors import CheckpointError, InvalidOption, nearest
@@ -71,7 +71,7 @@ class ShardedCheckpointIO(CheckpointIO):
             save.begin(state, values, information)
             save.write()
             save.finish()
-            return save.commit(self._retention)
+            return save.commit(self._retain)
 
         kept = state if filter is None else FilteredState(state, filter)
         if behind:
@@ -118,6 +118,10 @@ class ShardedCheckpointIO(CheckpointIO):
             )
         together(coordinator, doing, restoration.fill)
         return restoration.loaded()
+
+    def _retain(self, committed: Folder) -> None:
+        if self._retention is not None:
+            retain(committed, self._retention)
 
     def latest(
         self, folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None

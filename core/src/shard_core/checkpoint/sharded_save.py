@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import check_same_path, together
 from shard_core.checkpoint.commit import Attempt
+from shard_core.checkpoint.folder import next_sequence
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.manifest import Manifest
-from shard_core.checkpoint.retention import Retention, retain
-from shard_core.checkpoint.run_folder import next_sequence
 from shard_core.checkpoint.saving import check_lengths, gather_parts, value_shards, write_full, write_rank
 from shard_core.checkpoint.state import KeySpace
 from shard_core.checkpoint.storage.opening import open_folder
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.index import ChunkIndex
     from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.storage.interface import Folder
     from shard_core.coordinator import Coordinator
 
 
@@ -110,15 +110,19 @@ class ShardedSave:
             self._give_up()
             raise
 
-    def commit(self, retention: Retention | None) -> SaveHandle:
-        """Let rank 0 make a checkpoint of what all have written, then remove what it makes superfluous."""
+    def commit(self, committed: Callable[[Folder], object] | None) -> SaveHandle:
+        """Make a checkpoint of what all ranks have written, on rank 0.
+
+        Args:
+            committed: What rank 0 does with the checkpoint's folder afterwards, before any rank goes on.
+        """
 
         def publish() -> None:
             if self._coordinator.rank == 0:
                 self._publish()
-                if retention is not None:
+                if committed is not None:
                     # Before the others go on: they may next meet where nobody waits long for rank 0.
-                    retain(self._attempt.folder, retention)
+                    committed(self._attempt.folder)
 
         together(self._coordinator, self._doing, publish)
         return SaveHandle.finished(self._attempt.folder.path)

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 from typing import TYPE_CHECKING
 
+from shard_core.checkpoint.keys import model_key, slot_key
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ class KeySpace:
 
     def parameter(self, module: str, name: str) -> str:
         """Name a parameter or a buffer."""
-        return f"model.{self.prefixes[module]}{name}"
+        return model_key(self.prefixes[module] + name)
 
     def slot(self, module: str, name: str, slot: str) -> str:
         """Name a tensor of optimizer state."""
-        return f"optim.{self.prefixes[module]}{name}.{slot}"
+        return slot_key(self.prefixes[module] + name, slot)

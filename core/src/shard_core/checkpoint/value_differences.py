@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.fields import Fields
+from shard_core.checkpoint.keys import RANDOM_KEY, model_key, name_in
 from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES
-from shard_core.checkpoint.own_keys import RANDOM_KEY
 from shard_core.checkpoint.plain_values import plain
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class _Optimizer:
             self.groups.append((frozenset(self._parameter(str(key)) for key in names), settings))
 
     def _parameter(self, name: str) -> str:
-        key = f"model.{self._prefix}{name}"
-        return self._side.ties.get(key, (key,))[0].removeprefix("model.")
+        key = model_key(self._prefix + name)
+        return name_in(self._side.ties.get(key, (key,))[0])
 
 
 def _group_differences(name: str, one: _Optimizer, other: _Optimizer, tolerance: float | None) -> Found:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 JSON = Any
 
-#: How the keys of tensors among the values begin.
-VALUE_PREFIX = "state."
 #: How deeply values may be nested, so that no reader of JSON, and no recursion over it, comes to its limit.
 _MOST_LEVELS = 100
 _ADVICE = (

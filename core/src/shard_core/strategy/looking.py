@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.assembly import full_tensors
+from shard_core.checkpoint.keys import OPTIMIZER, is_slot, name_in, slot_in
 from shard_core.strategy.talking import Talking
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ class Looking(Talking):
         known = self._registry.of(module)
         state = self.engine_state({"model": known.module}, {})
         if not full:
-            return {label.removeprefix("model."): view for label, view in _here(state)}
+            return {name_in(label): view for label, view in _here(state)}
         whole = full_tensors(state, self.collectives)
-        return {key.removeprefix("model."): tensor for key, tensor in whole if self.is_global_zero}
+        return {name_in(key): tensor for key, tensor in whole if self.is_global_zero}
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, full: bool = True) -> dict[str, Any]:
         """Give an optimizer's state by parameter name, in the layout of torch's own optimizer state dicts.
@@ -51,10 +52,10 @@ class Looking(Talking):
         state = self.engine_state({"model": known.module}, {"optimizer": optimizer})
         record = state.optimizers()["optimizer"]
         slots: dict[str, dict[str, Any]] = {}
-        pairs = full_tensors(state, self.collectives, prefix="optim.") if full else _here(state)
+        pairs = full_tensors(state, self.collectives, prefix=OPTIMIZER) if full else _here(state)
         for key, tensor in pairs:
-            if key.startswith("optim."):
-                name, _, slot = key.removeprefix("optim.").rpartition(".")
+            if is_slot(key):
+                name, slot = slot_in(key)
                 slots.setdefault(name, {})[slot] = tensor
         if full and not self.is_global_zero:
             return {}
@@ -73,7 +74,7 @@ class Looking(Talking):
         """
         state = self.engine_state({"model": self._registry.of(module).module}, {})
         for key, tensor in full_tensors(state, self.collectives):
-            yield key.removeprefix("model."), tensor
+            yield name_in(key), tensor
 
 
 def _here(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:

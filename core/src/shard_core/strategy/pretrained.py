@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.agreement import together
 from shard_core.checkpoint.assembly import full_tensors
+from shard_core.checkpoint.keys import name_in
 from shard_core.errors import CollectiveError
 from shard_core.parameters import plain_name
 
@@ -67,11 +68,7 @@ class PretrainedSaves:
         if self._writing or asked.get("state_dict") is not None or not self._spread:
             return original(*args, **kwargs) if is_writer or asked.get("is_main_process") else None
         self._meet()
-        whole = {
-            key.removeprefix("model."): tensor
-            for key, tensor in full_tensors(self._state(), self._collectives)
-            if is_writer
-        }
+        whole = {name_in(key): tensor for key, tensor in full_tensors(self._state(), self._collectives) if is_writer}
         written: list[Any] = []
 
         def write() -> None:

@@ -14,7 +14,7 @@ from shard_core.checkpoint.agreement import together
 from shard_core.checkpoint.arguments import check_filter, check_flag, check_storage_options
 from shard_core.checkpoint.contents import Contents
 from shard_core.checkpoint.interface import SaveHandle
-from shard_core.checkpoint.own_keys import OWN_KEYS, RANDOM_KEY
+from shard_core.checkpoint.keys import OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.peers.loading import load_weights
 from shard_core.checkpoint.storage.opening import check_path
 from shard_core.errors import CheckpointError, InvalidOption

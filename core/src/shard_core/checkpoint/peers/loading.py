@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from shard_core.checkpoint.agreement import check_same_path, together
 from shard_core.checkpoint.arguments import check_flag, check_key, check_names, check_storage_options
 from shard_core.checkpoint.comparison import listing
+from shard_core.checkpoint.foreign_files import INDEX_SUFFIX
+from shard_core.checkpoint.keys import name_in
 from shard_core.checkpoint.peers.comparison import Findings, Names, WeightsComparison, fill
-from shard_core.checkpoint.peers.recognition import INDEX_SUFFIX, find_weights, received_weights
+from shard_core.checkpoint.peers.recognition import find_weights, received_weights
 from shard_core.checkpoint.peers.source import Source, open_source
 from shard_core.checkpoint.storage.interface import Listed
 from shard_core.errors import CheckpointMismatch
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.shard import TensorShard
     from shard_core.checkpoint.state import TrainingState
     from shard_core.coordinator import Coordinator
-
-_KIND = "model."
 
 
 def load_weights(
@@ -125,8 +125,8 @@ class _Load:
         self._state.prepare_load([])
         self._shards: dict[str, list[TensorShard]] = {}
         for shard in self._state.shards():
-            self._shards.setdefault(shard.key.removeprefix(_KIND), []).append(shard)
-        aliases = {alias.removeprefix(_KIND): name.removeprefix(_KIND) for alias, name in self._state.aliases().items()}
+            self._shards.setdefault(name_in(shard.key), []).append(shard)
+        aliases = {name_in(alias): name_in(key) for alias, key in self._state.aliases().items()}
         self._reader: Reader = stack.enter_context(self._weights.opened(self._source))
         comparison = WeightsComparison(self._weights, self._shards, aliases, names=self._names, cast=self._cast)
         self._sources = comparison.sources

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shard_core.checkpoint.foreign_files import (
+    BEGINNING_BYTES,
+    INDEX_SUFFIX,
+    METADATA_NAME,
+    beginning,
+    is_distributed,
+    is_safetensors,
+    is_zip,
+)
 from shard_core.checkpoint.manifest import MANIFEST_NAME
 from shard_core.checkpoint.storage.local import LocalFolder
 from shard_core.errors import CheckpointError, CheckpointNotFound, InvalidOption, nearest
@@ -15,9 +23,6 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.peers.source import Source
     from shard_core.checkpoint.peers.weights import Weights
 
-_METADATA_NAME = ".metadata"
-_BEGINNING_BYTES = 9
-INDEX_SUFFIX = ".safetensors.index.json"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 _KINDS = (
@@ -44,12 +49,12 @@ def find_weights(source: Source, key: str | None) -> Weights:
     from shard_core.checkpoint.peers.torch_file import TorchFile
 
     path = source.root
-    source.bring(path, 0, _BEGINNING_BYTES)
+    source.bring(path, 0, BEGINNING_BYTES)
     if LocalFolder(path).holds(MANIFEST_NAME):
         raise CheckpointError(f"{str(path)!r} is a checkpoint of Shard's own; load_checkpoint() loads it.")
-    if _is_distributed(path):
-        return DistributedFolder.of(source, path / _METADATA_NAME, key)
-    if path.is_file() and _is_zip(path):
+    if is_distributed(path):
+        return DistributedFolder.of(source, path / METADATA_NAME, key)
+    if path.is_file() and is_zip(path):
         return TorchFile.of(source, key)
     file = _safetensors(path)
     if file is None:
@@ -78,39 +83,10 @@ def received_weights(kind: str, plain: Mapping[str, Any]) -> Weights:
     return kinds[kind].from_plain(plain)
 
 
-def holds_weights(path: Path) -> bool:
-    """Tell whether a path holds a peer's files, as far as can be seen without reading them."""
-    if path.is_dir():
-        return _is_distributed(path) or any(path.glob(f"*{INDEX_SUFFIX}")) or (path / "model.safetensors").is_file()
-    return path.is_file() and (_is_zip(path) or _is_safetensors(path))
-
-
-def _is_distributed(path: Path) -> bool:
-    return (path / _METADATA_NAME).is_file()
-
-
-def _is_zip(path: Path) -> bool:
-    return _beginning(path, 4) == b"PK\x03\x04"
-
-
-def _is_safetensors(path: Path) -> bool:
-    start = _beginning(path, _BEGINNING_BYTES)
-    return (
-        len(start) == _BEGINNING_BYTES
-        and start[8:] == b"{"
-        and struct.unpack("<Q", start[:8])[0] <= path.stat().st_size
-    )
-
-
-def _beginning(path: Path, length: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(length)
-
-
 def _safetensors(path: Path) -> Path | None:
     """Find the one safetensors file, or the index of several; None if there is neither."""
     if path.is_file():
-        return path if path.name.endswith(INDEX_SUFFIX) or _is_safetensors(path) else None
+        return path if path.name.endswith(INDEX_SUFFIX) or is_safetensors(path) else None
     if not path.is_dir():
         return None
     indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
@@ -135,7 +111,7 @@ def _absence(path: Path) -> str:
     if not path.exists():
         beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         return f"does not exist{nearest(path.name, beside) or '.'}"
-    if path.is_file() and _beginning(path, 1) == b"\x80":
+    if path.is_file() and beginning(path, 1) == b"\x80":
         return (
             "is a pickle, as torch.save wrote it before torch 1.6 or with _use_new_zipfile_serialization=False; "
             "save it again with torch.save(torch.load(path, weights_only=True), path)."
