@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shard_core.errors import RankFailed
-from shard_core.testing.worlds import Worlds
+from shard_core.testing.processes.worlds import Worlds
 
 
 class ForeignWorlds:

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
-from shard_core.checkpoint.folder import latest
-from shard_core.checkpoint.verify import verify
+from shard_core.checkpoint.format.folder import latest
+from shard_core.checkpoint.inspection.verify import verify
 
 RANKS = 2
 _OPTIONS: dict[str, dict[str, Any]] = {"tp": {"plan": {"0": "colwise", "2": "rowwise"}}}

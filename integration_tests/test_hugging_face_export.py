@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from shard_core import get_strategy
-from shard_core.checkpoint.export import export
+from shard_core.checkpoint.interop.hf_export import export
 
 
 def save(strategy_name: str, name: str, path: Path, tied: bool = True) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import fully_shard
 
 from shard_core import get_strategy
-from shard_core.checkpoint.export import export
+from shard_core.checkpoint.interop.hf_export import export
 from shard_core.testing.oracle import assert_same_weights
 
 WORLDS = [("single", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]

@@ -11,9 +11,9 @@ import pytest
 from leg import Leg, go_under
 
 from shard_core import get_strategy
-from shard_core.checkpoint.differences import compare
-from shard_core.checkpoint.retention import Retention
-from shard_core.checkpoint.sharded import ShardedCheckpointIO
+from shard_core.checkpoint.inspection.compare import compare
+from shard_core.checkpoint.retention.policy import Retention
+from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 
 STRATEGIES = ("ddp", "fsdp")
 

@@ -14,7 +14,7 @@ from golden_list import FOLDER, GOLDENS, RUN
 from golden_live import write, write_run, write_source
 
 from shard_core.plugins import installed
-from shard_core.testing.worlds import Worlds
+from shard_core.testing.processes.worlds import Worlds
 
 
 def main() -> None:

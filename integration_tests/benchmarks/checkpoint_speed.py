@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shard_core import get_strategy
-from shard_core.checkpoint.sharded import ShardedCheckpointIO
-from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
+from shard_core.checkpoint.state.tensor_state import TensorState
 
 WIDTH = 1024
 Measured = dict[str, list[tuple[float, float]]]

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from shard_core.checkpoint.box import Box
-from shard_core.checkpoint.index import Chunk, ChunkIndex, TensorRecord
-from shard_core.checkpoint.merging import merge_parts
-from shard_core.checkpoint.part import decode_part, encode_part, index_of
-from shard_core.checkpoint.storage.record import FileRecord
-from shard_core.checkpoint.tensor_file import BLOCK_BYTES
+from shard_core.checkpoint.format.box import Box
+from shard_core.checkpoint.format.chunk_index import Chunk, ChunkIndex, TensorRecord
+from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
+from shard_core.checkpoint.save.merge import merge_parts
+from shard_core.checkpoint.save.rank_index import decode_part, encode_part, index_of
+from shard_core.checkpoint.storage.file_record import FileRecord
 
 TENSORS, READERS, ATTEMPT = 640, 1000, "0123456789ab"
 

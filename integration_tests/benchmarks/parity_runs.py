@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
+from shard_core.parity.batch import cut
+from shard_core.parity.batch import loss_of as loss_of_call
 from shard_core.testing import models, oracle
-from shard_core.testing.parity.batch import cut
-from shard_core.testing.parity.batch import loss_of as loss_of_call
 from shard_core.testing.training import set_up
 
 #: By name, the heading of the model's column.

@@ -26,7 +26,7 @@ from rich.progress import Progress  # noqa: E402
 
 from shard_core import plugins  # noqa: E402
 from shard_core.testing.oracle import Distance, Trajectory, distance  # noqa: E402
-from shard_core.testing.world import World  # noqa: E402
+from shard_core.testing.processes.world import World  # noqa: E402
 
 if TYPE_CHECKING:
     from shard_core.plugins import StrategyInfo

@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shard_core.averaging import ExponentialMovingAverage
     from shard_core.capability import Capability
+    from shard_core.ema import ExponentialMovingAverage
     from shard_core.errors import (
         AmbiguousStrategy,
         BrokenBackend,
@@ -82,7 +82,7 @@ __all__ = [
 #: The module of each public name that is no error; errors live together.
 _HOMES = {
     "Capability": "shard_core.capability",
-    "ExponentialMovingAverage": "shard_core.averaging",
+    "ExponentialMovingAverage": "shard_core.ema",
     "Option": "shard_core.options",
     "PrecisionPolicy": "shard_core.precision.interface",
     "RunOptions": "shard_core.run_options",

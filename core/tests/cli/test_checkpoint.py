@@ -8,8 +8,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shard_core.checkpoint.sharded import ShardedCheckpointIO
-from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
+from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.cli.main import main
 from shard_core.collectives.single import SingleCollectives
 
@@ -79,7 +79,7 @@ def test_paths_that_are_no_checkpoint_are_unusable(checkpoint, tmp_path):
 
 def test_verifying_needs_no_torch(checkpoint):
     code = (
-        "import sys; from shard_core.checkpoint.verify import verify; "
+        "import sys; from shard_core.checkpoint.inspection.verify import verify; "
         f"assert verify({str(checkpoint)!r}).is_fine; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from written_checkpoints import write
 
-from shard_core.checkpoint.verify import verify
+from shard_core.checkpoint.inspection.verify import verify
 from shard_core.cli.main import main
 
 

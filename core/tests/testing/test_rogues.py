@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import pytest
-from rogues.court import Trial, judge
+from rogues.judge import Trial, judge
 from rogues.plugin import FACTORIES
 
 from shard_core.testing import Conformance

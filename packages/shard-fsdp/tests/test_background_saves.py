@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
-from shard_core.checkpoint.snapshot import Snapshot
-from shard_core.checkpoint.verify import verify
+from shard_core.checkpoint.inspection.verify import verify
+from shard_core.checkpoint.save.snapshot import Snapshot
 from shard_core.errors import CheckpointError
 from shard_core.testing.training import set_up
 

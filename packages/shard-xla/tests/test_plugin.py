@@ -6,7 +6,7 @@ import importlib.metadata
 
 import pytest
 
-from shard_core.testing.script import run_python
+from shard_core.testing.processes.script import run_python
 from shard_xla.plugin import shard_unavailable
 
 ASK = """

@@ -15,7 +15,7 @@ from shard_core.errors import MissingCapability
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.coordinator import Coordinator
 
 

@@ -15,7 +15,7 @@ from shard_core.errors import RankFailed, ShardError
 from shard_core.testing.assignment import Assignment
 
 if TYPE_CHECKING:
-    from shard_core.testing.parity.recipe import Recipe
+    from shard_core.parity.recipe import Recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,8 +68,8 @@ def make_recipe(folder: str, said: Mapping[str, Any], **more: Any) -> Recipe:
     Raises:
         InvalidOption: If a function cannot be found or takes other arguments, or its script cannot be imported.
     """
-    from shard_core.testing.parity.recipe import Recipe, optimizer_named
-    from shard_core.testing.parity.script import ScriptFunction
+    from shard_core.parity.recipe import Recipe, optimizer_named
+    from shard_core.parity.script import ScriptFunction
 
     return Recipe(
         make_model=ScriptFunction.of(said["make_model"]),
@@ -122,7 +122,7 @@ def other_output_on_stderr(wanted: bool) -> Iterator[None]:
 
 def _users_frames(error: Exception) -> str:
     """Format a traceback from the user's own frames on, if there are any: what called them is of no use there."""
-    from shard_core.testing.parity.script import is_script
+    from shard_core.parity.script import is_script
 
     told = traceback.TracebackException.from_exception(error)
     first = next((place for place, frame in enumerate(told.stack) if is_script(frame.filename)), 0)

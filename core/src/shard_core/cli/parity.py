@@ -17,9 +17,9 @@ from shard_core.cli.own_model import make_recipe, other_output_on_stderr, takes_
 from shard_core.testing.assignment import values_of
 
 if TYPE_CHECKING:
+    from shard_core.parity.check import Result
+    from shard_core.parity.comparison import Row
     from shard_core.strategy import Strategy
-    from shard_core.testing.parity.check import Result
-    from shard_core.testing.parity.comparison import Row
 
 _DIFFERS = 1
 _RANDOM = (
@@ -64,7 +64,7 @@ def _check(name: str, options: dict[str, Any], said: dict[str, Any]) -> Result:
     make_strategy()  # what it is told is checked before the user's script is imported
     import torch
 
-    from shard_core.testing.parity.check import check
+    from shard_core.parity.check import check
 
     with tempfile.TemporaryDirectory(prefix="shard-parity-") as folder, _status() as announce:
         return check(

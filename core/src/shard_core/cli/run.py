@@ -34,7 +34,7 @@ def command(context: click.Context) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import run
 
-    from shard_core.launcher.this_host import only_this_host
+    from shard_core.launcher.loopback import only_this_host
 
     chosen = _parser().parse_args(context.args)
     strategy = chosen.strategy or os.environ.get(_VARIABLE)

@@ -18,7 +18,7 @@ from shard_core.collectives.messages import pack, pack_object, raise_refusal, un
 from shard_core.collectives.roll_call import RollCall, shared_store
 from shard_core.collectives.shutdown import close_process_group, settle_at_exit
 from shard_core.collectives.store_exchange import StoreExchange
-from shard_core.collectives.telling import told
+from shard_core.collectives.torch_errors import told
 from shard_core.errors import CollectiveError, nearest
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.launcher.failure import explain
 from shard_core.launcher.interface import Launcher
+from shard_core.launcher.loopback import only_this_host
+from shard_core.launcher.pickling import check_importable, check_picklable, refuse_unguarded
 from shard_core.launcher.rank_call import RankCall, read_result, run_rank
-from shard_core.launcher.this_host import only_this_host
-from shard_core.launcher.travel import check_importable, check_picklable, refuse_unguarded
 from shard_core.launcher.watch import Watch
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from shard_core.errors import LaunchError, RankFailed
+from shard_core.launcher.pickling import UNGUARDED, UNGUARDED_EXIT
 from shard_core.launcher.rank_call import LINGER_SECONDS
 from shard_core.launcher.report import DONE, FAILED, REFUSED, Report, read_report
-from shard_core.launcher.travel import UNGUARDED, UNGUARDED_EXIT
 from shard_core.launcher.watch import Death
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shard_core._versions import buffers_sent_count_as_changed
-from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.parameters import plain_name
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
 
-    from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.collectives.interface import Collectives
     from shard_core.parameters import ParameterNames
 

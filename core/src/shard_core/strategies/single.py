@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.single import SingleCollectives
 from shard_core.errors import InvalidOption
 from shard_core.strategies.config import SingleConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.collectives.interface import Collectives
     from shard_core.parameters import ParameterNames
 

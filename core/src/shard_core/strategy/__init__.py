@@ -7,7 +7,7 @@ from typing import Self
 
 from shard_core.errors import ShardError
 from shard_core.mesh import DataRanks
-from shard_core.strategy.remembering import Remembering
+from shard_core.strategy.checkpointing import Remembering
 
 
 class Strategy(Remembering):

@@ -8,16 +8,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.agreement import together
-from shard_core.checkpoint.assembly import full_tensors
+from shard_core.checkpoint.all_ranks import together
 from shard_core.checkpoint.keys import name_in
+from shard_core.checkpoint.state.gather import full_tensors
 from shard_core.errors import CollectiveError
 from shard_core.parameters import plain_name
 
 if TYPE_CHECKING:
     import torch
 
-    from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.collectives.interface import Collectives
 
 #: How modules of transformers, diffusers, PEFT and others are written; recognised by its name alone.

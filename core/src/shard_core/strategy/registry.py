@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from shard_core.parameters import ParameterNames
     from shard_core.strategy.accumulation import Accumulation
-    from shard_core.strategy.entry import ForwardOnly
     from shard_core.strategy.forward import ForwardPrecision
+    from shard_core.strategy.forward_only import ForwardOnly
     from shard_core.strategy.partial_state import PartialStateDict
     from shard_core.strategy.pretrained import PretrainedSaves
 

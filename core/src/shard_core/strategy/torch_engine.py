@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shard_core.gradients import LocalGradient, local_gradients
-from shard_core.stepping_shards import stepping_shards
+from shard_core.optim.local_step import stepping_shards
 from shard_core.strategy.engine import Engine
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shard_core.testing.conformance import Conformance
-    from shard_core.testing.world import World
+    from shard_core.testing.processes.world import World
 
 __all__ = ["Conformance", "World"]
 
-_HOMES = {"Conformance": "shard_core.testing.conformance", "World": "shard_core.testing.world"}
+_HOMES = {"Conformance": "shard_core.testing.conformance", "World": "shard_core.testing.processes.world"}
 
 
 def __getattr__(name: str) -> Any:

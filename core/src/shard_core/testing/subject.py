@@ -12,7 +12,7 @@ from shard_core.testing.rules import CapabilityRefused
 
 if TYPE_CHECKING:
     from shard_core.strategy import Strategy
-    from shard_core.testing.world import World
+    from shard_core.testing.processes.world import World
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from shard_core.selection import get_strategy
 from shard_core.tuning.ledger import Ledger
 
 if TYPE_CHECKING:
+    from shard_core.parity.recipe import Recipe
     from shard_core.strategy import Strategy
-    from shard_core.testing.parity.recipe import Recipe
 
 Setting: TypeAlias = Mapping[str, Any]
 """Options that are tried beside those the user has chosen."""

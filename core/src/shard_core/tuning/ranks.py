@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.errors import InvalidOption
-from shard_core.testing.parity.batch import cut, samples_in
+from shard_core.parity.batch import cut, samples_in
 from shard_core.tuning.ledger import Measured
 from shard_core.tuning.memory import weigh
 

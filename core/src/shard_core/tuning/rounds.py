@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shard_core.errors import RankFailed, ShardError
-from shard_core.testing.parity.check import TOLERANCES
+from shard_core.parity.check import TOLERANCES
 from shard_core.tuning.experiment import DEFAULTS, Experiment, Setting, Trial
 from shard_core.tuning.outcome import Outcome, Pair, outcome
 from shard_core.tuning.ranks import run_trials

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core import Strategy
-from shard_core.checkpoint.tensor_state import TensorState
+from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption
 from shard_core.replicas import send_values
@@ -21,7 +21,7 @@ from shard_template.plugin import TEMPLATE
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.collectives.interface import Collectives
     from shard_core.parameters import ParameterNames
 

@@ -12,7 +12,7 @@ import torch
 from shard_core import Strategy
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption, SetupError, UnsupportedPrecision
-from shard_core.kernels import stepping_fast
+from shard_core.optim.kernels import stepping_fast
 from shard_core.replicas import send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
@@ -25,7 +25,7 @@ from shard_deepspeed.zero import ZeroModule, is_trained
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.collectives.interface import Collectives
     from shard_core.gradients import LocalGradient
     from shard_core.parameters import ParameterNames

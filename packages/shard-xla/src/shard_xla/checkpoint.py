@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core.checkpoint.named_state import HeldSlot, NamedState
-from shard_core.checkpoint.ownership import Ownership
-from shard_core.checkpoint.shard import TensorShard, shards_of_range
+from shard_core.checkpoint.state.named_state import HeldSlot, NamedState
+from shard_core.checkpoint.state.ownership import Ownership
+from shard_core.checkpoint.state.shard import TensorShard, shards_of_range
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.optimizer_record import OptimizerRecord
+    from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
     from shard_xla.strategy.layout import Layout, Place
 
 

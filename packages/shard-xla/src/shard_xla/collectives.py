@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_core.collectives.telling import told
+from shard_core.collectives.torch_errors import told
 
 _KINDS = {
     "sum": dist.ReduceOp.SUM,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.storage.mapping import FileReads
-    from shard_core.checkpoint.storage.record import FileRecord
+    from shard_core.checkpoint.storage.file_record import FileRecord
+    from shard_core.checkpoint.storage.reads import FileReads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

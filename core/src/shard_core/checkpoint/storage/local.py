@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
 from shard_core.checkpoint.storage.locking import LOCK_NAME, locked
-from shard_core.checkpoint.storage.mapping import FileRange, FileReads, OpenedFile
-from shard_core.checkpoint.storage.side_by_side import SideBySide
+from shard_core.checkpoint.storage.reads import FileRange, FileReads, OpenedFile
+from shard_core.checkpoint.storage.tasks import SideBySide
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.storage.record import FileRecord
+    from shard_core.checkpoint.storage.file_record import FileRecord
 
 #: How much of a new file is kept back before it is sent to the disk.
 _FLUSHED_BYTES = 1 << 25

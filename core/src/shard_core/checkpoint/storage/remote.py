@@ -17,8 +17,8 @@ from shard_core.errors import CheckpointCorrupted, CheckpointError, StorageError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-    from shard_core.checkpoint.storage.mapping import FileReads
-    from shard_core.checkpoint.storage.record import FileRecord
+    from shard_core.checkpoint.storage.file_record import FileRecord
+    from shard_core.checkpoint.storage.reads import FileReads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class RemoteFolder(Folder):
 
     def reads(self, records: Sequence[FileRecord]) -> FileReads:
         """Return objects that a manifest names, to read from; bytes go through anonymous local files."""
-        from shard_core.checkpoint.storage.fetched import FetchedReads
+        from shard_core.checkpoint.storage.cache import FetchedReads
 
         return FetchedReads(self, records)
 

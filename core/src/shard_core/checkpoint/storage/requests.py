@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shard_core.checkpoint.storage.portions import portions
+from shard_core.checkpoint.storage.batches import portions
 from shard_core.errors import CheckpointCorrupted, StorageError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from shard_core.cli.checkpoint.figures import number, size
 from shard_core.cli.checkpoint.progress import progress
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.differences import Comparison
+    from shard_core.checkpoint.inspection.compare import Comparison
 
 
 @click.command(name="compare")
@@ -35,7 +35,7 @@ def command(context: click.Context, /, first: str, second: str, as_json: bool, *
     How they were written makes no difference: form, world size and strategy may be unlike. The exit status is 0 if they
     hold the same, 1 if they differ or one is damaged, 2 if either path is no checkpoint.
     """
-    from shard_core.checkpoint.differences import compare
+    from shard_core.checkpoint.inspection.compare import compare
 
     with naming_a_checkpoint(), progress("comparing", size) as tell:
         comparison = compare(first, second, progress=tell, **said)

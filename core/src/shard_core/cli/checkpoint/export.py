@@ -13,7 +13,7 @@ from shard_core.cli.checkpoint.figures import number, size
 from shard_core.cli.checkpoint.progress import progress
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.export import Exported
+    from shard_core.checkpoint.interop.hf_export import Exported
 
 
 @click.command(name="export")
@@ -36,7 +36,7 @@ def command(path: str, out: str, as_json: bool, **said: Any) -> None:
     all went well, 1 if the checkpoint is damaged or OUT cannot be written, 2 if the arguments cannot be used.
     """
     with naming_a_checkpoint(), progress("exporting", size) as tell:
-        from shard_core.checkpoint.export import export
+        from shard_core.checkpoint.interop.hf_export import export
 
         exported = export(path, out, progress=tell, **said)
     if as_json:

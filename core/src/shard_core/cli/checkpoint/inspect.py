@@ -17,8 +17,8 @@ from shard_core.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shard_core.checkpoint.inspection import Inspection, OptimizerSummary
-    from shard_core.checkpoint.run_folder import RunEntry
+    from shard_core.checkpoint.inspection.inspect import Inspection, OptimizerSummary
+    from shard_core.checkpoint.retention.run_folder import RunEntry
 
 _KINDS = {"model": "weights and buffers", "optim": "optimizer state", "state": "tensors among the values"}
 _WIDEST = 60
@@ -36,8 +36,8 @@ def command(context: click.Context, path: str, tensors: bool, as_json: bool, sto
     Its tensors are not read: of its integrity only what is cheap is checked, and it says what. The exit status is 0 if
     nothing is wrong as far as that goes, 1 if something is, 2 if PATH is no checkpoint and holds none.
     """
-    from shard_core.checkpoint.folder import is_committed
-    from shard_core.checkpoint.run_folder import Standing, entries_of
+    from shard_core.checkpoint.format.folder import is_committed
+    from shard_core.checkpoint.retention.run_folder import Standing, entries_of
     from shard_core.checkpoint.storage.opening import open_folder
 
     with naming_a_checkpoint():
@@ -58,7 +58,7 @@ def command(context: click.Context, path: str, tensors: bool, as_json: bool, sto
 
 
 def _inspect(path: str, storage_options: dict[str, Any]) -> Inspection:
-    from shard_core.checkpoint.inspection import inspect
+    from shard_core.checkpoint.inspection.inspect import inspect
 
     with progress("inspecting", lambda count: number(int(count), "file")) as tell:
         return inspect(path, tell, storage_options=storage_options)
@@ -110,7 +110,7 @@ def _print_entries(path: str, entries: Sequence[RunEntry]) -> None:
 
 
 def _card(inspection: Inspection, tensors: bool) -> dict[str, Any]:
-    from shard_core.checkpoint.inspection import CHECKED, UNCHECKED
+    from shard_core.checkpoint.inspection.inspect import CHECKED, UNCHECKED
 
     # Tensors may be very many: they are not copied where nobody asks for them.
     listed = [dataclasses.asdict(each) for each in inspection.tensors] if tensors else None
@@ -150,7 +150,7 @@ def _listing(inspection: Inspection) -> Any:
 
 def _rows(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
     """Give the lines of the card: a name, what it says, and how it looks."""
-    from shard_core.checkpoint.inspection import CHECKED, UNCHECKED
+    from shard_core.checkpoint.inspection.inspect import CHECKED, UNCHECKED
 
     information = dict(inspection.information)
     yield "step", "none was saved" if inspection.step is None else f"{inspection.step:,}", ""
@@ -184,7 +184,7 @@ def _rows(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
 
 
 def _optimizer_rows(name: str, optimizer: OptimizerSummary) -> Iterator[tuple[str, str, str]]:
-    from shard_core.checkpoint.optimizer_record import KERNEL_CHOICES
+    from shard_core.checkpoint.state.optimizer_record import KERNEL_CHOICES
 
     yield name, f"{optimizer.type} over {optimizer.module}, {number(len(optimizer.groups), 'group')}", ""
     for place, group in enumerate(optimizer.groups):

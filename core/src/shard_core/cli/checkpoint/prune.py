@@ -16,7 +16,7 @@ from shard_core.cli.checkpoint.progress import progress
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.retention import Decision
+    from shard_core.checkpoint.retention.policy import Decision
 
 
 @click.command(name="prune")
@@ -36,8 +36,8 @@ def command(context: click.Context, /, folder: str, keep_last: int | None, keep_
     --keep-every all checkpoints stay, and only files of dead saves go. The exit status is 0 if all went well, 1 if
     something could not be removed, 2 if the arguments cannot be used.
     """
-    from shard_core.checkpoint.retention import SAFE_AGE, Retention, decide
-    from shard_core.checkpoint.run_folder import run_entries
+    from shard_core.checkpoint.retention.policy import SAFE_AGE, Retention, decide
+    from shard_core.checkpoint.retention.run_folder import run_entries
 
     rule = Retention(keep_last=keep_last or 1, keep_every=keep_every) if keep_last or keep_every else None
     with naming_a_checkpoint():
@@ -73,7 +73,7 @@ def _ask(folder: str, chosen: Sequence[Decision], as_json: bool) -> None:
 
 
 def _remove(chosen: Sequence[Decision]) -> dict[str, str]:
-    from shard_core.checkpoint.removal import remove_entry, remove_leftovers
+    from shard_core.checkpoint.retention.removal import remove_entry, remove_leftovers
 
     failures = {}
     with progress("removing", size) as tell:

@@ -13,7 +13,7 @@ from shard_core.cli.checkpoint.figures import size
 from shard_core.cli.checkpoint.progress import progress
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.verify import Verdict
+    from shard_core.checkpoint.inspection.verify import Verdict
 
 
 @click.command(name="verify")
@@ -26,7 +26,7 @@ def command(context: click.Context, path: str, as_json: bool, storage_options: d
 
     The exit status is 0 if it is fine, 1 if anything is damaged, 2 if PATH is no checkpoint.
     """
-    from shard_core.checkpoint.verify import verify
+    from shard_core.checkpoint.inspection.verify import verify
 
     with naming_a_checkpoint(), progress("verifying", size) as tell:
         verdict = verify(path, tell, storage_options=storage_options)

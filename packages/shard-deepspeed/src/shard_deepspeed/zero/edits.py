@@ -12,7 +12,7 @@ from shard_core.errors import SetupError
 from shard_deepspeed import _versions
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.shard import FlatPart
+    from shard_core.checkpoint.state.shard import FlatPart
     from shard_deepspeed.zero.partitions import Partitions
 
 

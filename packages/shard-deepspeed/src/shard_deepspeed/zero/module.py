@@ -18,7 +18,7 @@ from shard_deepspeed.zero.partitions import partitions, shard_part
 from shard_deepspeed.zero.trained import Trained
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.shard import FlatPart
+    from shard_core.checkpoint.state.shard import FlatPart
     from shard_core.parameters import ParameterNames
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core.checkpoint.shard import FlatPart
+from shard_core.checkpoint.state.shard import FlatPart
 from shard_core.errors import SetupError
 from shard_deepspeed import _versions
 

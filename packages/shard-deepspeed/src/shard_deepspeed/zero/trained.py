@@ -11,7 +11,7 @@ from shard_deepspeed.zero.gradient_elsewhere import GradientElsewhere
 if TYPE_CHECKING:
     import torch
 
-    from shard_core.checkpoint.shard import FlatPart
+    from shard_core.checkpoint.state.shard import FlatPart
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

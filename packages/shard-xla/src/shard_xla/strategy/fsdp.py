@@ -32,7 +32,7 @@ from shard_xla.strategy.wholes import WholeParameters
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.state import TrainingState
+    from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.collectives.interface import Collectives
     from shard_core.parameters import ParameterNames
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound, MissingRank, RankFailed
-from shard_core.testing.deaths import death, deaths
+from shard_core.testing.crash_points import death, deaths
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.checkpoint.bits import Bits, assert_same_bits, bits_of, samples, trained
 from shard_core.testing.suites.suite import Suite

@@ -13,7 +13,7 @@ from shard_core.errors import InvalidOption
 from shard_core.options import Option, options_of
 from shard_core.run_options import RunOptions
 from shard_core.strategy import Strategy
-from shard_core.testing.fresh_process import ask_fresh_process
+from shard_core.testing.processes.fresh_process import ask_fresh_process
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from shard_core import plugins
-from shard_core.testing.fresh_process import ask_fresh_process
+from shard_core.testing.processes.fresh_process import ask_fresh_process
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 

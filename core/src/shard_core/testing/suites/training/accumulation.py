@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.capability import Capability
-from shard_core.testing import descent, models, oracle
+from shard_core.testing import models, oracle, plain_descent
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up
@@ -102,11 +102,11 @@ def _gradients_of_large_batches() -> list[dict[str, torch.Tensor]]:
     """Take each step's micro-batches as one batch in plain PyTorch."""
     torch.manual_seed(0)
     model = models.make(_MODEL)
-    optimizer = descent.make_optimizer(model)
+    optimizer = plain_descent.make_optimizer(model)
     steps = []
     for micro_batches in _batches():
         model(*map(torch.cat, zip(*micro_batches, strict=True))).backward()
-        steps.append(descent.gradients(model))
+        steps.append(plain_descent.gradients(model))
         optimizer.step()
         optimizer.zero_grad()
     return steps
@@ -117,12 +117,12 @@ def _gradients_of_weighed_batches() -> list[dict[str, torch.Tensor]]:
     """Take the same backwards in plain PyTorch."""
     torch.manual_seed(0)
     model = models.make(_MODEL)
-    optimizer = descent.make_optimizer(model)
+    optimizer = plain_descent.make_optimizer(model)
     steps = []
     for micro_batches in _batches():
         for batch in micro_batches:
             model(*batch, reduction="none").backward(gradient=_weights(batch))
-        steps.append(descent.gradients(model))
+        steps.append(plain_descent.gradients(model))
         optimizer.step()
         optimizer.zero_grad()
     return steps
@@ -139,7 +139,7 @@ def _gradients_of_ragged_batches(data_ranks: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = models.make(_MODEL)
     model(*_ragged_batch(data_ranks)).backward()
-    return descent.gradients(model)
+    return plain_descent.gradients(model)
 
 
 def _batches() -> list[list[tuple[Any, ...]]]:
@@ -166,7 +166,7 @@ def accumulated(subject: Subject) -> list[dict[str, torch.Tensor]]:
 def weighed(subject: Subject) -> list[dict[str, torch.Tensor]]:
     """Accumulate over backwards from each sample's losses and return the gradient of each step."""
     with subject.strategy() as strategy:
-        model, optimizer = set_up(strategy, _MODEL, descent.make_optimizer)
+        model, optimizer = set_up(strategy, _MODEL, plain_descent.make_optimizer)
         data_ranks = strategy.distributed_sampler_kwargs["num_replicas"]
         steps = []
         for micro_batches in _batches():
@@ -174,7 +174,7 @@ def weighed(subject: Subject) -> list[dict[str, torch.Tensor]]:
                 *mine, weights = models.share_of(strategy, (*batch, _weights(batch)))
                 losses = model(*mine, reduction="none")
                 strategy.backward(losses, model, gradient=weights * data_ranks)  # ranks average
-            steps.append(descent.take_step(strategy, model, optimizer))
+            steps.append(plain_descent.take_step(strategy, model, optimizer))
         return steps
 
 
@@ -185,21 +185,21 @@ def deferred(subject: Subject) -> list[dict[str, torch.Tensor]]:
 
 
 def _steps(strategy: Strategy, defer: int | None) -> list[dict[str, torch.Tensor]]:
-    model, optimizer = set_up(strategy, _MODEL, descent.make_optimizer)
+    model, optimizer = set_up(strategy, _MODEL, plain_descent.make_optimizer)
     steps = []
     for step, micro_batches in enumerate(_batches()):
         for number, batch in enumerate(micro_batches):
             waits = step == defer and number < _MICRO - 1
             with contextlib.nullcontext() if defer is None else strategy.no_backward_sync(model, enabled=waits):
                 strategy.backward(model(*models.share_of(strategy, batch)) / _MICRO, model)
-        steps.append(descent.take_step(strategy, model, optimizer))
+        steps.append(plain_descent.take_step(strategy, model, optimizer))
     return steps
 
 
 def messages(subject: Subject) -> tuple[int, int]:
     """Count the messages of a deferred backward and of one that is not."""
     with subject.strategy() as strategy:
-        model, _ = set_up(strategy, _MODEL, descent.make_optimizer)
+        model, _ = set_up(strategy, _MODEL, plain_descent.make_optimizer)
         batch = models.share_of(strategy, _batches()[0][0])
         # The first backward of an engine may send more than the later ones.
         strategy.backward(model(*batch), model)
@@ -217,21 +217,21 @@ def _messages(strategy: Strategy, model: torch.nn.Module, batch: tuple[Any, ...]
 def counted(subject: Subject) -> list[dict[str, torch.Tensor]]:
     """Accumulate sums with their counts, as numbers and as tensors, and return the gradient of each step."""
     with subject.strategy() as strategy:
-        model, optimizer = set_up(strategy, _MODEL, descent.make_optimizer)
+        model, optimizer = set_up(strategy, _MODEL, plain_descent.make_optimizer)
         steps = []
         for step, micro_batches in enumerate(_batches()):
             for batch in micro_batches:
                 inputs, targets = models.share_of(strategy, batch)
                 count = targets.numel() if step == 0 else torch.tensor(targets.numel(), device=targets.device)
                 strategy.backward(model(inputs, targets, reduction="sum"), model, denominator=count)
-            steps.append(descent.take_step(strategy, model, optimizer))
+            steps.append(plain_descent.take_step(strategy, model, optimizer))
         return steps
 
 
 def ragged(subject: Subject) -> tuple[dict[str, torch.Tensor], int]:
     """Take one step on shares of other sizes; return the gradient and how many shares there were."""
     with subject.strategy() as strategy:
-        model, optimizer = set_up(strategy, _MODEL, descent.make_optimizer)
+        model, optimizer = set_up(strategy, _MODEL, plain_descent.make_optimizer)
         data = strategy.distributed_sampler_kwargs
         whole = _ragged_batch(data["num_replicas"])
         begin = 0
@@ -242,4 +242,4 @@ def ragged(subject: Subject) -> tuple[dict[str, torch.Tensor], int]:
             mine = tuple(tensor[first : first + sizes[data["rank"]]] for tensor in whole)
             inputs, targets = strategy.batch_to_device(mine)
             strategy.backward(model(inputs, targets, reduction="sum"), model, denominator=targets.numel())
-        return descent.take_step(strategy, model, optimizer), data["num_replicas"]
+        return plain_descent.take_step(strategy, model, optimizer), data["num_replicas"]

@@ -12,7 +12,7 @@ import torch
 
 from shard_core.capability import Capability
 from shard_core.errors import NonFiniteGradient
-from shard_core.testing import descent, models, oracle
+from shard_core.testing import models, oracle, plain_descent
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up
@@ -124,12 +124,12 @@ def _in_plain_pytorch(name: str, max_norms: tuple[float, ...], norm_type: float)
     """Take a step with each of the bounds."""
     torch.manual_seed(0)
     model = models.make(name)
-    optimizer = descent.make_optimizer(model)
+    optimizer = plain_descent.make_optimizer(model)
     steps = []
     for max_norm in max_norms:
         model(*_batch(name)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-        steps.append(_clipped(norm, descent.gradients(model)))
+        steps.append(_clipped(norm, plain_descent.gradients(model)))
         optimizer.step()
         optimizer.zero_grad()
     return steps
@@ -141,7 +141,7 @@ def _clamped_in_plain_pytorch() -> dict[str, torch.Tensor]:
     model = models.make("uneven")
     model(*_batch("uneven")).backward()
     torch.nn.utils.clip_grad_value_(model.parameters(), _CLIP)
-    return descent.gradients(model)
+    return plain_descent.gradients(model)
 
 
 def _clipped(norm: torch.Tensor, gradients: dict[str, Any]) -> Clipped:
@@ -151,29 +151,29 @@ def _clipped(norm: torch.Tensor, gradients: dict[str, Any]) -> Clipped:
 def clipped_by_norm(subject: Subject, name: str, max_norms: tuple[float, ...], norm_type: float) -> list[Clipped]:
     """Take a step with each of the bounds on the gradient's norm."""
     with subject.strategy() as strategy:
-        model, optimizer = set_up(strategy, name, descent.make_optimizer)
+        model, optimizer = set_up(strategy, name, plain_descent.make_optimizer)
         steps = []
         for max_norm in max_norms:
             strategy.backward(model(*models.share_of(strategy, _batch(name))), model)
             norm = strategy.clip_gradients_norm(model, optimizer, max_norm, norm_type)
-            steps.append(_clipped(norm, descent.take_step(strategy, model, optimizer)))
+            steps.append(_clipped(norm, plain_descent.take_step(strategy, model, optimizer)))
         return steps
 
 
 def clipped_by_value(subject: Subject) -> dict[str, torch.Tensor]:
     """Clip one gradient by value and step with it."""
     with subject.strategy() as strategy:
-        model, optimizer = set_up(strategy, "uneven", descent.make_optimizer)
+        model, optimizer = set_up(strategy, "uneven", plain_descent.make_optimizer)
         strategy.backward(model(*models.share_of(strategy, _batch("uneven"))), model)
         strategy.clip_gradients_value(model, optimizer, _CLIP)
-        return descent.take_step(strategy, model, optimizer)
+        return plain_descent.take_step(strategy, model, optimizer)
 
 
 def clipped_spoiled(subject: Subject, spoil: float) -> tuple[bool, float]:
     """Clip a gradient that one rank spoiled; tell whether that raised, and the norm without raising."""
     with subject.strategy() as strategy:
-        model, optimizer = set_up(strategy, descent.Fragile, descent.make_optimizer)
-        strategy.backward(descent.spoiled_loss(strategy, model, _batch("plain"), spoil), model)
+        model, optimizer = set_up(strategy, plain_descent.Fragile, plain_descent.make_optimizer)
+        strategy.backward(plain_descent.spoiled_loss(strategy, model, _batch("plain"), spoil), model)
         raised = False
         try:
             strategy.clip_gradients_norm(model, optimizer, 1.0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.capability import Capability
-from shard_core.testing import descent, models, oracle
+from shard_core.testing import models, oracle, plain_descent
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up, whole_weights
@@ -39,8 +39,8 @@ class Float16(Suite):
             The gradient is clipped before the factor is taken out of it, or the factor is taken out twice.
         """
         truth = oracle.train(
-            descent.Fragile,
-            descent.make_optimizer,
+            plain_descent.Fragile,
+            plain_descent.make_optimizer,
             models.batches("plain", _STEPS, _BATCH),
             clip=_CLIP,
             autocast_dtype=torch.float16,
@@ -85,8 +85,8 @@ class Float16(Suite):
 def _without_spoiled_step() -> dict[str, torch.Tensor]:
     batches = models.batches("plain", _STEPS, _BATCH)
     return oracle.train(
-        descent.Fragile,
-        descent.make_optimizer,
+        plain_descent.Fragile,
+        plain_descent.make_optimizer,
         [batch for step, batch in enumerate(batches) if step != _SPOILED_STEP],
         autocast_dtype=torch.float16,
     ).weights
@@ -95,7 +95,7 @@ def _without_spoiled_step() -> dict[str, torch.Tensor]:
 def clipped_in_float16(subject: Subject) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train a few clipped steps; return the norms and the weights."""
     with subject.strategy(precision="16-mixed") as strategy:
-        model, optimizer = set_up(strategy, descent.Fragile, descent.make_optimizer)
+        model, optimizer = set_up(strategy, plain_descent.Fragile, plain_descent.make_optimizer)
         norms = []
         for batch in models.batches("plain", _STEPS, _BATCH):
             strategy.backward(model(*models.share_of(strategy, batch)), model)
@@ -113,12 +113,12 @@ def overflowing(subject: Subject) -> tuple[list[Any], float, list[bool], Any, di
         state at the end, and the weights.
     """
     with subject.strategy(precision="16-mixed") as strategy:
-        model, optimizer = set_up(strategy, descent.Fragile, descent.make_optimizer)
+        model, optimizer = set_up(strategy, plain_descent.Fragile, plain_descent.make_optimizer)
         weights = whole_weights(strategy, model)
         stepped, changed, norm = [], [], 0.0
         for step, batch in enumerate(models.batches("plain", _STEPS, _BATCH)):
             spoil = math.inf if step == _SPOILED_STEP else 0.0
-            strategy.backward(descent.spoiled_loss(strategy, model, batch, spoil), model)
+            strategy.backward(plain_descent.spoiled_loss(strategy, model, batch, spoil), model)
             if step == _SPOILED_STEP:
                 norm = float(strategy.clip_gradients_norm(model, optimizer, 1.0))
             stepped.append(strategy.optimizer_step(optimizer))
@@ -131,10 +131,10 @@ def overflowing(subject: Subject) -> tuple[list[Any], float, list[bool], Any, di
 def tries_until_it_fits(subject: Subject) -> int | None:
     """Repeat a step whose gradient is infinite under a large factor; count until one is not skipped."""
     with subject.strategy(precision="16-mixed") as strategy:
-        model, optimizer = set_up(strategy, descent.Fragile, descent.make_optimizer)
+        model, optimizer = set_up(strategy, plain_descent.Fragile, plain_descent.make_optimizer)
         (batch,) = models.batches("plain", 1, _BATCH)
         for number in range(1, _TRIES + 1):
-            strategy.backward(descent.spoiled_loss(strategy, model, batch, _LARGE), model)
+            strategy.backward(plain_descent.spoiled_loss(strategy, model, batch, _LARGE), model)
             if strategy.optimizer_step(optimizer):
                 return number
             optimizer.zero_grad()

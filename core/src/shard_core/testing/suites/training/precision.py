@@ -15,7 +15,7 @@ from shard_core.errors import UnsupportedPrecision
 from shard_core.precision.dtypes import convert_input, dtype_named
 from shard_core.precision.policies import POLICIES
 from shard_core.selection import get_strategy
-from shard_core.testing import descent, models, oracle
+from shard_core.testing import models, oracle, plain_descent
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up, whole_weights
@@ -206,7 +206,7 @@ def _make_slow_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 def one_step(subject: Subject) -> Any:
     """Take one step and return what it said."""
     with subject.strategy() as strategy:
-        model, optimizer = set_up(strategy, Watched, descent.make_optimizer)
+        model, optimizer = set_up(strategy, Watched, plain_descent.make_optimizer)
         (batch,) = models.batches("plain", 1, _BATCH)
         strategy.backward(model(*models.share_of(strategy, batch)), model)
         return strategy.optimizer_step(optimizer)

@@ -1,0 +1,1 @@
+"""What stands on disk: the manifest, the index of chunks, and the safetensors files they name."""

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, whether it is whole, and in what two differ, without a live state."""

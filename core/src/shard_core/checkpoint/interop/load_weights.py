@@ -1,0 +1,149 @@
+"""Loading a peer's weights into a live module: all is compared first, and nothing is touched until all ranks agree."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shard_core.checkpoint.all_ranks import check_same_path, together
+from shard_core.checkpoint.checks import check_flag, check_key, check_names, check_storage_options
+from shard_core.checkpoint.format.foreign_files import INDEX_SUFFIX
+from shard_core.checkpoint.interop.mismatch import Findings, Names, WeightsComparison, fill
+from shard_core.checkpoint.interop.recognition import find_weights, received_weights
+from shard_core.checkpoint.interop.source import Source, open_source
+from shard_core.checkpoint.keys import name_in
+from shard_core.checkpoint.load.mismatch import listing
+from shard_core.checkpoint.storage.interface import Listed
+from shard_core.errors import CheckpointMismatch
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.interop.weights import Reader, Weights
+    from shard_core.checkpoint.state.shard import TensorShard
+    from shard_core.checkpoint.state.training_state import TrainingState
+    from shard_core.coordinator import Coordinator
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    state: TrainingState,
+    *,
+    coordinator: Coordinator,
+    key: str | None = None,
+    names: Names | None = None,
+    cast: bool = False,
+    strict: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> tuple[str, ...]:
+    """Fill one module in place from a peer's files; each rank reads what it holds.
+
+    Args:
+        path: The files, by a path or a URL.
+        state: The module, and nothing else.
+        coordinator: How ranks talk.
+        key: Which state dict in the files; None if they are one themselves.
+        names: How the files' names become the module's; None if they are the same.
+        cast: Whether floating-point tensors may change their dtype.
+        strict: Whether a difference is an error rather than something to leave as it is.
+        storage_options: For the store a URL names.
+
+    Returns:
+        What did not fit and was left as it was, a sentence each; empty if ``strict``.
+
+    Raises:
+        CheckpointNotFound: If there are no weights at the path.
+        CheckpointMismatch: Listing every difference; nothing was changed.
+        CheckpointCorrupted: If the files are damaged, or hold what would have to be executed; nothing was changed.
+    """
+    doing = f"loading {os.fspath(path)!r}"
+
+    def look(stack: contextlib.ExitStack) -> tuple[str, _Found | None]:
+        check_key(key)
+        check_names(names)
+        check_flag("cast", cast)
+        check_flag("strict", strict)
+        check_storage_options(storage_options)
+        sources.append(stack.enter_context(open_source(path, storage_options, index=INDEX_SUFFIX)))
+        if coordinator.rank != 0:
+            return os.fspath(path), None
+        # Rank 0 alone looks: on shared file systems ranks may see different things.
+        source = sources[0]
+        listing = source.listing()
+        source.mirror(listing)
+        with source.naming():
+            weights = find_weights(source, key)
+        files = [(each.name, each.bytes) for each in listing]
+        return os.fspath(path), (type(weights).__name__, weights.to_plain(), files)
+
+    sources: list[Source] = []
+    with contextlib.ExitStack() as stack:
+        answers = together(coordinator, doing, lambda: look(stack))
+        check_same_path([given for given, _ in answers])
+        found = answers[0][1]
+        assert found is not None  # rank 0 has found some
+        kind, plain, files = found
+        listed = [Listed(name=name, bytes=length) for name, length in files]
+        load = _Load(received_weights(kind, plain), listed, sources[0], state, names=names, cast=cast)
+        each = together(coordinator, doing, lambda: load.compare(coordinator.rank, stack).to_plain())
+        findings = Findings.joint([Findings.from_plain(*plain) for plain in each])
+        if findings.differences and strict:
+            raise CheckpointMismatch(_sentence(os.fspath(path), findings.differences))
+        together(coordinator, doing, lambda: load.fill(findings))
+    return findings.differences
+
+
+#: What rank 0 tells the others of the files: the kind of weights, these in plain values, and names and lengths.
+_Found = tuple[str, Mapping[str, Any], list[tuple[str, int | None]]]
+
+
+class _Load:
+    """One rank's part, in the order of its methods."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        listing: Sequence[Listed],
+        source: Source,
+        state: TrainingState,
+        *,
+        names: Names | None,
+        cast: bool,
+    ) -> None:
+        self._weights = weights
+        self._listing = listing
+        self._source = source
+        self._state = state
+        self._names = names
+        self._cast = cast
+
+    def compare(self, rank: int, stack: contextlib.ExitStack) -> Findings:
+        """Open the files, and find out what fits."""
+        if rank != 0:
+            self._source.mirror(self._listing)
+            self._weights = self._weights.moved(self._source.root)
+        self._state.prepare_load([])
+        self._shards: dict[str, list[TensorShard]] = {}
+        for shard in self._state.shards():
+            self._shards.setdefault(name_in(shard.key), []).append(shard)
+        aliases = {name_in(alias): name_in(key) for alias, key in self._state.aliases().items()}
+        self._reader: Reader = stack.enter_context(self._weights.opened(self._source))
+        comparison = WeightsComparison(self._weights, self._shards, aliases, names=self._names, cast=self._cast)
+        self._sources = comparison.sources
+        with self._source.naming():
+            return comparison.findings(self._reader)
+
+    def fill(self, findings: Findings) -> None:
+        """Bring what fits into the state."""
+        for name, shards in self._shards.items():
+            if name not in findings.unfit:
+                for shard in shards:
+                    fill(shard, self._sources[name][0], self._reader)
+        self._state.finish_load([])
+
+
+def _sentence(path: str, differences: Sequence[str]) -> str:
+    return (
+        f"{path!r} and the module differ in {len(differences)} ways; nothing was changed (names= renames or drops "
+        f"tensors, strict=False loads what fits):\n{listing(differences)}"
+    )

@@ -1,0 +1,1 @@
+"""From a checkpoint into the live state: compared and verified before anything is touched."""

@@ -1,0 +1,75 @@
+"""Bytes that several ranks want, brought from a store by one of them and handed on to the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_core.checkpoint.all_ranks import together
+from shard_core.checkpoint.format.ragged import starts
+from shard_core.checkpoint.storage.batches import portions
+from shard_core.checkpoint.storage.reads import FileRange
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.storage.reads import FileReads
+    from shard_core.coordinator import Coordinator
+
+#: How much is on its way between ranks at once: so much memory is needed.
+_BYTES_AT_ONCE = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """A range, and the rank that brings it for the others."""
+
+    reader: int
+    range: FileRange
+
+    def __len__(self) -> int:
+        """How many bytes it has."""
+        return self.range.stop - self.range.start
+
+
+def hand_on(reads: FileReads, wanted: Sequence[FileRange], coordinator: Coordinator, doing: str) -> None:
+    """Bring what many ranks want, each range on one rank alone; every rank calls this.
+
+    What is handed on reaches all ranks, so this is done with what at least half of them want: all of what replicas of a
+    whole model read, none of what is cut over many ranks. The rest each rank brings for itself, when it verifies it.
+
+    Args:
+        reads: Where the bytes go, on this rank.
+        wanted: What this rank will look at.
+        coordinator: How ranks talk.
+        doing: What this is part of, for messages.
+
+    Raises:
+        CheckpointError: On every rank, if a range cannot be brought or kept on any.
+    """
+    mine = set(wanted)
+    table = np.array(sorted(mine), dtype=np.int64).reshape(-1, len(FileRange._fields))
+    for group in portions(_shared(coordinator.gather_objects(table)), len, _BYTES_AT_ONCE):
+        own = [each.range for each in group if each.reader == coordinator.rank]
+        together(coordinator, doing, functools.partial(reads.bring, own))
+        brought: dict[FileRange, bytes] = {}
+        for reader in sorted({each.reader for each in group}):
+            data = [reads.file(each.file).read(each.start, each.stop) for each in own]
+            handed = coordinator.broadcast_object(data if reader == coordinator.rank else [], src=reader)
+            brought.update(zip((each.range for each in group if each.reader == reader), handed, strict=True))
+        kept = {each: data for each, data in brought.items() if each in mine and each not in own}
+        together(coordinator, doing, functools.partial(reads.keep, kept))
+
+
+def _shared(tables: Sequence[npt.NDArray[np.int64]]) -> Iterator[_Shared]:
+    """Find what at least half of the ranks want, and let these bring it in turn."""
+    ranges, which, counts = np.unique(np.concatenate(tables), axis=0, return_inverse=True, return_counts=True)
+    ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    wanting = ranks[np.argsort(which.reshape(-1), kind="stable")]
+    first = starts(counts)
+    for turn, place in enumerate(np.flatnonzero((counts > 1) & (2 * counts >= len(tables))).tolist()):
+        reader = wanting[first[place] + turn % counts[place]]
+        yield _Shared(reader=int(reader), range=FileRange(*ranges[place].tolist()))

@@ -1,1 +1,0 @@
-"""Weights that other libraries have written, read straight into shards."""

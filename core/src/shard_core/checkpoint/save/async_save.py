@@ -1,0 +1,84 @@
+"""A save that goes on behind training: a snapshot, and a thread that writes it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from shard_core.checkpoint.all_ranks import together
+from shard_core.checkpoint.interface import SaveHandle
+from shard_core.checkpoint.save.background_thread import run_aside
+from shard_core.checkpoint.save.host_memory import Room, crowded_host, room_for
+from shard_core.checkpoint.save.snapshot import Snapshot
+from shard_core.checkpoint.storage.opening import named
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.state.training_state import TrainingState
+    from shard_core.coordinator import Coordinator
+
+
+def save_behind_training(
+    path: str | os.PathLike[str],
+    state: TrainingState,
+    values: Mapping[str, Any],
+    coordinator: Coordinator,
+    write: Callable[[TrainingState, Mapping[str, Any], Coordinator], object],
+) -> SaveHandle:
+    """Take a snapshot and write it in a thread that training need not wait for; every rank calls this.
+
+    This is how a ``CheckpointIO`` saves with ``blocking=False``. The process does not exit before it is done. Where a
+    host has no room for its ranks' snapshots, the save is written from the live tensors before this returns.
+
+    Args:
+        path: Where the checkpoint will be.
+        state: Modules and optimizers.
+        values: The rest, by the user's names.
+        coordinator: How ranks talk.
+        write: Saves a state and values, and returns when the checkpoint is complete; it talks through the coordinator
+            it is given and through no other.
+
+    Returns:
+        A handle to wait on.
+
+    Raises:
+        CheckpointError: If there is something that no checkpoint can hold.
+        MissingCapability: If the ranks can talk in no other thread.
+    """
+    doing = f"saving {os.fspath(path)!r}"
+    handle = SaveHandle(path=named(path), staged=Future(), committed=Future())
+    taken: list[Snapshot] = []
+
+    def describe() -> tuple[str, int, int | None]:
+        taken.append(Snapshot(state, values, rank=coordinator.rank))
+        room = room_for(taken[0].bytes)
+        return room.host, room.wanted, room.available
+
+    crowded = crowded_host([Room(*each) for each in together(coordinator, doing, describe)])
+    if crowded is not None:
+        if coordinator.rank == 0:
+            warnings.warn(
+                f"host {crowded.host!r} has no room for the {crowded.wanted / 1e9:.1f} GB that its ranks would copy; "
+                "saves behind training write straight from the tensors instead, and training waits for them.",
+                stacklevel=3,
+            )
+        write(taken[0], taken[0].values, coordinator)
+        return SaveHandle.finished(path)
+    together(coordinator, doing, taken[0].take)
+
+    def save(others: Coordinator) -> None:
+        snapshot = taken.pop()
+
+        def stage() -> None:
+            try:
+                snapshot.stage()
+            finally:
+                handle.staged.set_result(None)
+
+        together(others, doing, stage)
+        write(snapshot, snapshot.values, others)
+
+    run_aside(coordinator, save, handle.committed, name="shard-save")
+    return handle

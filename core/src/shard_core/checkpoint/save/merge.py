@@ -1,0 +1,129 @@
+"""Joining the parts of all ranks into one index, in a time that allows for thousands of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_core.checkpoint.format.chunk_index import COLUMNS, ChunkIndex, Columns, TensorRecord
+from shard_core.checkpoint.format.ragged import Piece, Runs, ranges, starts
+from shard_core.checkpoint.save.rank_index import Layout, Part, decode_layout
+from shard_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.format.box import Integers
+    from shard_core.checkpoint.storage.file_record import FileRecord
+
+
+def merge_parts(parts: Iterable[Part]) -> ChunkIndex:
+    """Join what all ranks wrote into one index.
+
+    Args:
+        parts: Each rank's, in rank order.
+
+    Raises:
+        CheckpointError: If two ranks disagree about a tensor's dtype or shape.
+    """
+    return _Merger(parts).index()
+
+
+class _Rank(NamedTuple):
+    """What is kept of a part: what differs from rank to rank."""
+
+    layout: int
+    first_file: int
+    offsets: Integers
+    digests: npt.NDArray[np.uint64]
+
+
+class _Merger:
+    """One merge: layouts that many ranks share are worked out once, then each rank's values go where they belong."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._files: list[FileRecord] = []
+        self._ranks: list[_Rank] = []
+        numbers: dict[bytes, int] = {}
+        first_ranks: list[int] = []
+        for rank, part in enumerate(parts):
+            if part.layout not in numbers:
+                numbers[part.layout] = len(numbers)
+                first_ranks.append(rank)
+            self._ranks.append(_Rank(numbers[part.layout], len(self._files), part.offsets, part.digests))
+            self._files += part.files
+        self._layouts = [decode_layout(raw) for raw in numbers]
+        self._tensors = _agreed_tensors(first_ranks, self._layouts)
+
+    def index(self) -> ChunkIndex:
+        """Put all values into columns, in the order of the tensors."""
+        position = {tensor.key: place for place, tensor in enumerate(self._tensors)}
+        places = [np.array([position[each.key] for each in layout.tensors], dtype=np.int64) for layout in self._layouts]
+        cut, users = self._cut(places)
+        placements = [_Placement(layout, place, cut) for layout, place in zip(self._layouts, places, strict=True)]
+        times = np.bincount([rank.layout for rank in self._ranks], minlength=len(placements)).tolist()
+        chunks = Runs(len(cut), zip((each.chunks for each in placements), times, strict=True))
+        digests = Runs(len(cut), zip((each.digests for each in placements), times, strict=True))
+        extents = Runs(len(users), zip((each.extents for each in placements), times, strict=True))
+        room = {"file": chunks, "begin": chunks, "digests": digests, "offsets": extents, "sizes": extents}
+        columns: Columns = {name: np.empty(len(runs), dtype=COLUMNS[name]) for name, runs in room.items()}
+        columns |= {"cut": cut, "rows": starts(chunks.lengths[users])}
+        for rank in self._ranks:
+            placement, common = placements[rank.layout], self._layouts[rank.layout].columns
+            where = chunks.add(placement.chunks)
+            columns["file"][where] = common["file"] + rank.first_file
+            columns["begin"][where] = common["begin"]
+            columns["digests"][digests.add(placement.digests)] = rank.digests
+            where = extents.add(placement.extents)
+            columns["offsets"][where] = rank.offsets[placement.extents_taken]
+            columns["sizes"][where] = common["sizes"][placement.extents_taken]
+        return ChunkIndex(self._tensors, self._files, columns)
+
+    def _cut(self, places: Sequence[Integers]) -> tuple[npt.NDArray[np.int32], list[int]]:
+        """Find out which tensors are cut alike on all ranks together; of each cut also give a tensor that has it."""
+        table = np.full((len(self._tensors), len(places)), -1, dtype=np.int32)
+        for number, (layout, place) in enumerate(zip(self._layouts, places, strict=True)):
+            table[place, number] = layout.columns["cut"]
+        alike = [(tensor.shape, cuts.tobytes()) for tensor, cuts in zip(self._tensors, table, strict=True)]
+        users: dict[tuple[tuple[int, ...], bytes], int] = {}
+        for user, kind in enumerate(alike):
+            users.setdefault(kind, user)
+        numbers = {kind: number for number, kind in enumerate(users)}
+        return np.array([numbers[kind] for kind in alike], dtype=np.int32), list(users.values())
+
+
+class _Placement:
+    """Where the values of all parts of one layout go.
+
+    Attributes:
+        chunks: How many chunks there are of which tensors.
+        digests: How many digests.
+        extents: How many offsets and sizes there are of which cuts.
+        extents_taken: Which of the part's these are: cuts alike on this rank need not be so on others.
+    """
+
+    def __init__(self, layout: Layout, place: Integers, cut: npt.NDArray[np.int32]) -> None:
+        own_cut, counts = layout.columns["cut"], np.diff(layout.columns["rows"])
+        self.chunks = Piece(place, counts[own_cut])
+        self.digests = Piece(place, layout.columns["digest_counts"])
+        dims = np.zeros_like(counts)
+        dims[own_cut] = [len(tensor.shape) for tensor in layout.tensors]
+        extents = counts * dims
+        numbers, first_users = np.unique(cut[place], return_index=True)
+        taken = own_cut[first_users]
+        self.extents = Piece(numbers, extents[taken])
+        self.extents_taken = ranges(starts(extents)[:-1][taken], extents[taken])
+
+
+def _agreed_tensors(ranks: Sequence[int], layouts: Sequence[Layout]) -> list[TensorRecord]:
+    records: dict[str, TensorRecord] = {}
+    for rank, layout in zip(ranks, layouts, strict=True):
+        for tensor in layout.tensors:
+            known = records.setdefault(tensor.key, tensor)
+            if known != tensor:
+                raise CheckpointError(
+                    f"rank {rank} holds {tensor.key!r} as {tensor.dtype} of shape {tensor.shape}, another rank as "
+                    f"{known.dtype} of shape {known.shape}; every rank must hold parts of the same model."
+                )
+    return [records[key] for key in sorted(records)]

@@ -1,0 +1,183 @@
+"""One save of all ranks into one checkpoint, phase by phase."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shard_core.checkpoint.all_ranks import check_same_path, together
+from shard_core.checkpoint.format.folder import next_sequence
+from shard_core.checkpoint.format.manifest import Manifest
+from shard_core.checkpoint.format.values import encode, encode_scalar
+from shard_core.checkpoint.interface import SaveHandle
+from shard_core.checkpoint.save.commit import Attempt
+from shard_core.checkpoint.save.writer import check_lengths, gather_parts, value_shards, write_full, write_rank
+from shard_core.checkpoint.state.training_state import KeySpace
+from shard_core.checkpoint.storage.opening import open_folder
+from shard_core.checkpoint.storage.tasks import SideBySide
+from shard_core.errors import CheckpointError, ShardError
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.format.chunk_index import ChunkIndex
+    from shard_core.checkpoint.state.shard import TensorShard
+    from shard_core.checkpoint.state.training_state import TrainingState
+    from shard_core.checkpoint.storage.interface import Folder
+    from shard_core.coordinator import Coordinator
+
+
+class ShardedSave:
+    """One save, in the order of its methods; every rank calls each."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None,
+        form: str,
+        coordinator: Coordinator,
+    ) -> None:
+        self._doing = f"saving {os.fspath(path)!r}"
+        self._path = path
+        self._storage_options = storage_options
+        self._form = form
+        self._coordinator = coordinator
+        self._shards: list[TensorShard] = []
+        self._about: dict[str, Any] = {}
+        self._parts: list[str] = []
+        self._finishing = SideBySide()
+
+    def begin(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
+        """Find out what is to be written; then rank 0 makes the folder, and the others see that it is theirs too."""
+        coordinator = self._coordinator
+
+        def describe() -> str:
+            self._describe(state, values, information)
+            open_folder(self._path, self._storage_options)
+            return os.fspath(self._path)
+
+        def make_folder() -> tuple[str, bool]:
+            if coordinator.rank != 0:
+                return "", False
+            self._attempt = Attempt.begin(folder, coordinator.world_size)
+            return self._attempt.identity, self._attempt.plain
+
+        def check_shared() -> None:
+            if coordinator.rank != 0:
+                self._attempt.check_shared()
+
+        check_same_path(together(coordinator, self._doing, describe))
+        folder = open_folder(self._path, self._storage_options)
+        identity, plain = together(coordinator, self._doing, make_folder)[0]
+        if coordinator.rank != 0:
+            self._attempt = Attempt(identity=identity, folder=folder, world_size=coordinator.world_size, plain=plain)
+        try:
+            together(coordinator, self._doing, check_shared)
+        except BaseException:
+            if coordinator.rank == 0:
+                self._attempt.discard([0])
+                self._attempt.leave()
+            raise
+
+    def write(self) -> None:
+        """Write this rank's files; they are on their way to the disk when this returns."""
+        rank = self._coordinator.rank
+
+        def write() -> str:
+            return write_rank(self._attempt, rank, self._shards, self._finishing)
+
+        try:
+            self._parts = together(self._coordinator, self._doing, write)
+        except CheckpointError:
+            self._give_up()
+            raise
+
+    def finish(self) -> None:
+        """Wait until this rank's files outlast a loss of power; rank 0 describes meanwhile what all have written."""
+        rank = self._coordinator.rank
+
+        def finish() -> None:
+            if rank == 0:
+                self._index = gather_parts(self._attempt, self._parts)
+                if self._form == "sharded":
+                    self._write_manifest(self._index)
+            self._finishing.wait()
+
+        try:
+            together(self._coordinator, self._doing, finish)
+        except CheckpointError:
+            self._give_up()
+            raise
+
+    def commit(self, committed: Callable[[Folder], object] | None) -> SaveHandle:
+        """Make a checkpoint of what all ranks have written, on rank 0.
+
+        Args:
+            committed: What rank 0 does with the checkpoint's folder afterwards, before any rank goes on.
+        """
+
+        def publish() -> None:
+            if self._coordinator.rank == 0:
+                self._publish()
+                if committed is not None:
+                    # Before the others go on: they may next meet where nobody waits long for rank 0.
+                    committed(self._attempt.folder)
+
+        together(self._coordinator, self._doing, publish)
+        return SaveHandle.finished(self._attempt.folder.path)
+
+    def _describe(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
+        encoded, tensors = value_shards(values, write=self._coordinator.rank == 0)
+        self._shards = state.shards() + tensors
+        self._about = {
+            "modules": dict(KeySpace(state.modules).prefixes),
+            "aliases": state.aliases(),
+            "optimizers": {key: record.to_json(key) for key, record in state.optimizers().items()},
+            "values": encoded,
+            "information": encode(dict(information), "information", encode_scalar),
+        }
+
+    def _publish(self) -> None:
+        """Take the step that makes the checkpoint, once all it consists of outlasts a loss of power."""
+        attempt = self._attempt
+        try:
+            check_lengths(attempt, self._index)
+            if self._form == "full":
+                self._write_manifest(write_full(attempt, self._index))
+                self._finishing.wait()
+        except BaseException:
+            self._discard(range(attempt.world_size))
+            attempt.leave()
+            raise
+        attempt.publish(self._step, self._kept)
+
+    def _write_manifest(self, index: ChunkIndex) -> None:
+        """Describe the checkpoint where the description does not count yet."""
+        manifest = Manifest(
+            attempt=self._attempt.identity,
+            created=time.time_ns(),
+            sequence=next_sequence(self._attempt.folder),
+            form=self._form,
+            world_size=self._attempt.world_size,
+            index=self._attempt.write_index(index.to_bytes(), self._finishing),
+            files=index.files,
+            tensors=index.tensors,
+            **self._about,
+        )
+        self._kept = {file.path for file in (*manifest.files, manifest.index)}
+        self._step = self._attempt.write_manifest(manifest.to_bytes())
+
+    def _give_up(self) -> None:
+        """Remove what was written; every rank calls this, and nobody writes any more."""
+        rank = self._coordinator.rank
+        self._discard([rank])
+        with contextlib.suppress(ShardError):  # a rank that does not come may still be at it: what is left stays
+            self._coordinator.barrier(f"{self._doing}: giving up")
+            if rank == 0:
+                self._attempt.leave()
+
+    def _discard(self, ranks: Iterable[int]) -> None:
+        with contextlib.suppress(Exception):  # whoever gives up raises what made it
+            self._finishing.wait()
+        self._attempt.discard(ranks)

@@ -1,0 +1,1 @@
+"""What a rank holds: the live state as boxes of full tensors, by name."""

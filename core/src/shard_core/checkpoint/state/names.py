@@ -1,0 +1,104 @@
+"""The names a module's tensors have in a checkpoint: the user's own, each tensor once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from shard_core.errors import CheckpointError
+from shard_core.parameters import plain_name
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.state.shard import FlatPart
+
+
+class NamedTensors(Protocol):
+    """The tensors of one module, known by the user's names for them, however an engine keeps them."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """The further names of tied tensors, and the first."""
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Give the name of this very tensor, or None if the module does not have it."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Give the shape of the whole tensor of a name."""
+
+
+class ModuleTensors:
+    """Parameters and persistent buffers of one module by name, tied ones apart.
+
+    Args:
+        owner: The user's name for the module, for messages.
+        module: Any module; wrappers inside it leave no trace in the names.
+        flat_part: Tells which run of a tensor's elements this rank holds, where an engine keeps it flat.
+
+    Attributes:
+        tensors: Each tensor under the first of its names.
+        aliases: The further names of tied tensors, and the first.
+        parts: What this rank holds of the tensors that are kept flat, by name.
+
+    Raises:
+        CheckpointError: If the module keeps state that is no tensor, or two tensors would share a name.
+    """
+
+    def __init__(
+        self, owner: str, module: nn.Module, flat_part: Callable[[torch.Tensor], FlatPart | None] | None = None
+    ) -> None:
+        # Besides telling which buffers are persistent, this brings sharded parameters back that an engine
+        # has put full ones in place of since the last forward.
+        state = module.state_dict(keep_vars=True)
+        extra = [name for name in state if name.endswith("_extra_state")]
+        if extra:
+            raise CheckpointError(
+                f"module {owner!r} keeps {plain_name(extra[0])!r} through get_extra_state(), which a checkpoint does "
+                "not hold; put the value into a buffer."
+            )
+        kept = {id(value) for value in state.values()}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.parts: dict[str, FlatPart] = {}
+        self._names: dict[int, str] = {}
+        for name, tensor in _named(module):
+            if isinstance(tensor, nn.Parameter) or id(tensor) in kept:
+                self._add(owner, name, tensor)
+        for name, tensor in self.tensors.items():
+            part = flat_part(tensor) if flat_part else None
+            if part is not None:
+                self.parts[name] = part
+                self._names[id(part.values)] = name
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Give the name of this very tensor, or of what is held of one; None if the module does not have it."""
+        return self._names.get(id(tensor))
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Give the full shape of a tensor."""
+        return self.parts[name].shape if name in self.parts else tuple(self.tensors[name].shape)
+
+    def _add(self, owner: str, name: str, tensor: torch.Tensor) -> None:
+        if name in self.tensors or name in self.aliases:
+            raise CheckpointError(f"module {owner!r} has two tensors called {name!r} once wrappers are taken off.")
+        first = self._names.setdefault(id(tensor), name)
+        if first == name:
+            self.tensors[name] = tensor
+        else:
+            self.aliases[name] = first
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    wrapped = [
+        f"{name}.module." if name else "module."
+        for name, inner in module.named_modules(remove_duplicate=False)
+        if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    ]
+    for tensors in (module.named_parameters, module.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            for prefix in sorted(wrapped, key=len, reverse=True):
+                if name.startswith(prefix):
+                    name = prefix.removesuffix("module.") + name[len(prefix) :]  # noqa: PLW2901
+            yield plain_name(name), tensor

@@ -1,0 +1,84 @@
+"""Training state made of tensors: plain ones, DTensors, and flat parts of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from torch.nn import Parameter
+
+from shard_core.checkpoint.state.named_state import NamedState
+from shard_core.checkpoint.state.names import ModuleTensors
+from shard_core.checkpoint.state.ownership import Ownership
+from shard_core.checkpoint.state.shard import FlatPart, TensorShard, shards_of_range
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class TensorState(NamedState):
+    """The state of modules whose parameters are plain tensors, DTensors or cut into flat parts.
+
+    A plain tensor is taken for a copy of what every other rank holds. Of a parameter with a flat part, the part is
+    saved and filled in its stead, and so is the state of the optimizer that steps the part.
+
+    Args:
+        modules: Modules by the user's names.
+        optimizers: Optimizers over their parameters, by the user's names.
+        rank: This rank.
+        world_size: How many there are.
+        mesh: The mesh of all ranks, needed where some tensors live on a part of it.
+        flat_part: Tells what this rank holds of a parameter that is cut flat over all ranks; None for others.
+
+    Raises:
+        CheckpointError: If names clash, or an optimizer steps what no module here has.
+
+    Example:
+        >>> import torch
+        >>> linear = torch.nn.Linear(2, 1, bias=False)
+        >>> state = TensorState({"model": linear}, {}, rank=0, world_size=1)
+        >>> [(shard.key, shard.box) for shard in state.shards()]
+        [('model.weight', Box(offsets=(0, 0), sizes=(1, 2)))]
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        *,
+        rank: int,
+        world_size: int,
+        mesh: DeviceMesh | None = None,
+        flat_part: Callable[[torch.Tensor], FlatPart | None] | None = None,
+    ) -> None:
+        self._rank, self._world_size, self._mesh = rank, world_size, mesh
+        self._tensors = {key: ModuleTensors(key, module, flat_part) for key, module in modules.items()}
+        super().__init__(self._tensors, optimizers)
+
+    def shards(self) -> list[TensorShard]:
+        """List this rank's part of every tensor, copies of replicas included."""
+        ownership = Ownership(self._rank, self._world_size, self._mesh)
+        shards = []
+        for module, tensors in self._tensors.items():
+            for name, tensor in tensors.tensors.items():
+                part, key = tensors.parts.get(name), self.keys.parameter(module, name)
+                stepped = isinstance(tensor, Parameter)  # buffers change in forwards
+                shards += (
+                    _shards_of_part(key, part, part.values) if part else [ownership.shard(key, tensor, stepped=stepped)]
+                )
+        for held in self.slots():
+            part = self._tensors[held.module].parts.get(held.name)
+            shards += (
+                _shards_of_part(held.key, part, held.tensor)
+                if part
+                else [ownership.shard(held.key, held.tensor, stepped=True)]
+            )
+        return shards
+
+
+def _shards_of_part(key: str, part: FlatPart, values: torch.Tensor) -> list[TensorShard]:
+    """Describe a part of a parameter, or the state an optimizer keeps of it."""
+    # State of one element stands on every rank, and counts where the parameter's one element is.
+    flat = values.detach().reshape(-1)[: part.values.numel()]
+    return shards_of_range(key, part.shape, part.start, flat, stepped=values)

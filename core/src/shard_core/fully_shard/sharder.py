@@ -1,0 +1,268 @@
+"""Sharding modules over data-parallel ranks with torch's ``fully_shard`` (FSDP2), for every engine that does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from shard_core.errors import SetupError
+from shard_core.fully_shard.deferred_sync import KeptBack, OutOfSight
+from shard_core.fully_shard.entry_methods import Entries, reshard
+from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_well
+from shard_core.fully_shard.units import Unit, num_bytes
+from shard_core.inference_mode import NoInferenceMode
+from shard_core.initialization.materialize import Materializer, unset_parameters
+from shard_core.initialization.meta import initialise, needs_values
+from shard_core.initialization.recording import Recording, record
+from shard_core.parameters import laid_out_like, plain_name
+from shard_core.precision.dtypes import dtype_named
+from shard_core.replicas import AveragedGradients, send_values
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.collectives.interface import Collectives
+    from shard_core.parameters import ParameterNames
+    from shard_core.precision.interface import PrecisionPolicy
+
+log = logging.getLogger(__name__)
+
+
+class FullySharding:
+    """Shards modules unit by unit and never holds one of them whole.
+
+    A strategy holds one per run. Order of calls: ``recording`` around construction, ``shard``, then
+    ``backward`` around each backward, ``deferred`` around those whose gradients need not travel yet, ``reshard`` before
+    shards are read or stepped.
+
+    Args:
+        mesh: The data-parallel ranks along one axis, or along two: copies, and the ranks that shard each.
+        collectives: What all ranks talk through.
+        units: Tells which submodules of a module share one message.
+        reshard_after_forward: Whether whole parameters are freed between forward and backward; None
+            does so for all but the root's.
+        mixed_precision: Dtypes that differ from those parameters are stored in; None for no others.
+        offload: Where shards live between uses; None for the device.
+        deferred: What ``deferred`` keeps back: all of the reduction, the reduction between copies, or nothing; None
+            for the second where there are several copies, else for the first.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        collectives: Collectives,
+        *,
+        units: Callable[[torch.nn.Module], Sequence[Unit]],
+        reshard_after_forward: bool | None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        offload: OffloadPolicy | None = None,
+        deferred: Literal["all", "all_reduce", "nothing"] | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._collectives = collectives
+        self._units = units
+        self._reshard_after_forward = reshard_after_forward
+        self._mixed_precision = mixed_precision or MixedPrecisionPolicy()
+        self._offload = offload or OffloadPolicy()
+        several = mesh.ndim == 2 and mesh.size(0) > 1
+        self._deferred = deferred or ("all_reduce" if several else "all")
+        self._replicas: weakref.WeakKeyDictionary[torch.nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[torch.nn.Module, KeptBack] = weakref.WeakKeyDictionary()
+        self._out_of_sight: weakref.WeakKeyDictionary[torch.nn.Module, OutOfSight] = weakref.WeakKeyDictionary()
+        self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._recording: Recording | None = None
+        self._leaves_parameters = False
+
+    @contextlib.contextmanager
+    def recording(self, empty_init: bool) -> Iterator[None]:
+        """Note what constructors do instead of doing it; ``shard`` replays it shard by shard.
+
+        Args:
+            empty_init: Whether parameters wait for a checkpoint instead.
+        """
+        with record(self._collectives, after=self._recording) as recording:
+            yield
+        self._recording = recording
+        self._leaves_parameters = empty_init
+
+    def shard(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        names: ParameterNames,
+        *,
+        policy: PrecisionPolicy,
+        device: torch.device,
+        lay_out: Callable[[torch.nn.Module], None] | None = None,
+        whole: Collection[torch.nn.Parameter] = (),
+        param_init_fn: Callable[[torch.nn.Module], object] | None = None,
+    ) -> Sequence[Unit]:
+        """Shard a module in place and point its optimizers at the shards.
+
+        Args:
+            module: The user's module.
+            optimizers: Over its parameters as they are.
+            names: The names these have.
+            policy: Which dtypes recorded tensors get.
+            device: Where this rank computes, and keeps its shards unless they are offloaded.
+            lay_out: Lays parameters out along other axes before they are sharded; recorded ones are on
+                the meta device then.
+            whole: Parameters of the module that every rank keeps whole; their gradients are averaged all the same.
+            param_init_fn: Initialises what a submodule has on the meta device.
+
+        Returns:
+            The units that were formed, without the root's.
+
+        Raises:
+            SetupError: If a tensor has no values and nothing that gives it some.
+        """
+        kept = {names.of(parameter) for parameter in whole}
+        if needs_values(module, self._collectives):
+            initialise(module, param_init_fn, self.recording(empty_init=False))
+        send_values(module)
+        values = Materializer(module, dtype_named(policy.parameter), dtype_named(policy.buffer))
+        if lay_out is not None:
+            lay_out(module)
+        units = self._units(module)
+        self._shard(module, units, kept)
+        values.allocate(device, parameters=torch.device("cpu") if self._offloads else device)
+        for parameter in _whole(module, kept):
+            parameter.data = parameter.data.to(device)
+        values.set_aside(optimizers)
+        names.repoint(optimizers, module)
+        values.fill(parameters=not self._leaves_parameters)
+        if self._leaves_parameters:
+            self._refuse_unset(module)
+        self._replicas[module] = AveragedGradients(_whole(module, kept))
+        if self._deferred == "all_reduce":
+            self._kept[module] = KeptBack(units)
+        shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self._out_of_sight[module] = OutOfSight(shards)
+        Entries(module, units)
+        NoInferenceMode(module)
+        module.register_load_state_dict_pre_hook(_take_whole_tensors)
+        return units
+
+    @contextlib.contextmanager
+    def deferred(self, module: torch.nn.Module) -> Iterator[None]:
+        """Let gradients add up on this rank as far as they are kept back: whole ones, or this copy's shards.
+
+        Args:
+            module: One that was sharded.
+        """
+        if self._deferred == "nothing":
+            yield
+            return
+        assert isinstance(module, FSDPModule)
+        send = module.set_requires_gradient_sync if self._deferred == "all" else module.set_requires_all_reduce
+        keepers = [each[module] for each in (self._replicas, self._kept) if module in each]
+        send(False)
+        self._deferring.add(module)
+        for each in keepers:
+            each.deferred = True
+        try:
+            yield
+        finally:
+            send(True)
+            self._deferring.discard(module)
+            for each in keepers:
+                each.deferred = False
+
+    @contextlib.contextmanager
+    def backward(self, module: torch.nn.Module) -> Iterator[None]:
+        """Run a backward inside, after which no gradient is left behind that an earlier one had kept back.
+
+        Args:
+            module: One that was sharded.
+
+        Raises:
+            SetupError: If a unit ran in an earlier micro-batch and not in this one, or if gradients were thrown away
+                that wait for this one.
+        """
+        for each in self._out_of_sight.values():  # the loss may have come through several modules
+            each.take_back()
+        yield
+        for deferring in self._deferring:
+            self._out_of_sight[deferring].show()
+        if module in self._kept:
+            self._kept[module].check_sent()
+
+    def reshard(self) -> None:
+        """Let all modules show their shards, which are about to be read or changed."""
+        for module in self._replicas:
+            reshard(module)
+
+    @property
+    def _offloads(self) -> bool:
+        return isinstance(self._offload, CPUOffloadPolicy)
+
+    def _shard(self, module: torch.nn.Module, units: Sequence[Unit], kept: Collection[str]) -> None:
+        shard = functools.partial(
+            fully_shard,
+            mesh=self._mesh,
+            reshard_after_forward=self._reshard_after_forward,
+            mp_policy=self._mixed_precision,
+            offload_policy=self._offload,
+            ignored_params=set(_whole(module, kept)),
+        )
+        for unit in units:
+            shard(list(unit.modules))
+        shard(module)
+        if is_gloo(self._mesh):
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    use_gloo_well(part)
+        _tell(module, units, self._mesh)
+
+    def _refuse_unset(self, module: torch.nn.Module) -> None:
+        """Let the first forward make sure that a checkpoint has filled every parameter."""
+
+        def check(called: torch.nn.Module, args: Any) -> None:
+            del args
+            unset = self._collectives.gather_objects(unset_parameters(called))
+            names = sorted({name for names in unset for name in names})
+            if names:
+                raise SetupError(
+                    f"{len(names)} parameters were built with empty_init=True and never filled, first {names[0]!r}; "
+                    "call load_checkpoint() or load_weights() before the first forward."
+                )
+            handle.remove()
+
+        handle = module.register_forward_pre_hook(check, prepend=True)
+
+
+def _take_whole_tensors(
+    module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *others: object
+) -> None:
+    """Let ``load_state_dict`` take what other processes have saved whole, which torch would not mix with shards."""
+    del others
+    reshard(module)
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        key = plain_name(name)
+        if key in state_dict:
+            state_dict[key] = laid_out_like(parameter, state_dict[key])
+
+
+def _whole(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:
+    """List the parameters that are not sharded: those asked for, and those without a dimension or element to shard."""
+    return [p for name, p in module.named_parameters() if p.dim() == 0 or p.numel() == 0 or plain_name(name) in kept]
+
+
+def _tell(module: torch.nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
+    """Log what was sharded together."""
+    total, told = num_bytes(module), 0
+    for number, unit in enumerate(units):
+        # A unit does not hold what units inside it hold.
+        upto = num_bytes(*(part for each in units[: number + 1] for part in each.modules))
+        log.info("unit %s: %.1f MiB", ", ".join(unit.names), (upto - told) / 2**20)
+        told = upto
+    ranks = " x ".join(map(str, mesh.shape))
+    log.info("root unit: %.1f of %.1f MiB, over %s ranks", (total - told) / 2**20, total / 2**20, ranks)

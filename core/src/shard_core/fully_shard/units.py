@@ -1,0 +1,187 @@
+"""Which submodules travel together: units of a sharded module, formed by bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from torch import nn
+
+from shard_core.fully_shard.ties import groups_that_part
+from shard_core.parameters import plain_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Submodules whose parameters are gathered and reduced in one message.
+
+    Attributes:
+        names: The submodules' names, in the order they run.
+        modules: The submodules.
+        num_bytes: The size of their parameters.
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, blocks: Iterable[tuple[str, nn.Module]]) -> Unit:
+        """Make a unit of named submodules.
+
+        Args:
+            blocks: Names and submodules.
+        """
+        names, modules = zip(*blocks, strict=True)
+        return cls(names, modules, num_bytes(*modules))
+
+
+def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
+    """Group a module's repeated blocks into units of at least ``unit_bytes``.
+
+    Blocks are the outermost runs of siblings of one class: the layers of a transformer, the stages
+    of an MLP. Neighbours join one unit until it weighs enough, so that small blocks do not each pay
+    for a message of their own. What is left, and what shares a parameter with something outside
+    its unit, belongs to the root.
+
+    Args:
+        module: The whole module.
+        unit_bytes: How much a message should carry.
+
+    Returns:
+        The units in the order their blocks are registered, without the root's; empty if the whole
+        module weighs less than two units.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(4)])
+        >>> [unit.names for unit in find_units(model, unit_bytes=800)]
+        [('0', '1'), ('2', '3')]
+        >>> find_units(model, unit_bytes=2000)
+        []
+    """
+    if num_bytes(module) < 2 * unit_bytes:
+        return []
+    units: list[Unit] = []
+    for run in _runs_of_blocks(module):
+        units.extend(_grouped(run, unit_bytes))
+    return _without_ties(module, units)
+
+
+def unit_sizes(module: nn.Module, unit_bytes: int) -> list[int]:
+    """List sizes of units that cut a module in different ways.
+
+    Args:
+        module: The whole module.
+        unit_bytes: The first of them.
+
+    Returns:
+        Values for ``find_units``: the given one, and those among one unit per block, larger ones, quarters of the
+        module and a single unit that come to something else.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(8)])
+        >>> [len(find_units(model, size)) for size in unit_sizes(model, 10_000)]
+        [0, 8, 4]
+    """
+    whole = num_bytes(module)
+    found: dict[tuple[tuple[str, ...], ...], int] = {}
+    for size in (unit_bytes, 1, 4 * unit_bytes, whole // 4, whole):
+        found.setdefault(tuple(unit.names for unit in find_units(module, max(size, 1))), size)
+    return list(found.values())
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """List a module's repeated blocks: the outermost runs of siblings of one class.
+
+    Args:
+        module: The whole module.
+
+    Example:
+        >>> find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Bilinear(1, 1, 1)))
+        [Linear(in_features=2, out_features=2, bias=True), Linear(in_features=2, out_features=2, bias=True)]
+    """
+    return list(dict.fromkeys(block for run in _runs_of_blocks(module) for _, block in run))
+
+
+def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequence[Unit] = ()) -> list[Unit]:
+    """Make a unit of each of some submodules, besides and inside other units.
+
+    Args:
+        module: The whole module.
+        chosen: Submodules that are to be units of their own; those without parameters, and the module itself,
+            need none.
+        units: The others.
+
+    Returns:
+        All units, inner ones before those around them, none that parts a shared parameter.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> [unit.names for unit in with_chosen(model, [model[1], model[1][0], model[1][1]])]
+        [('1.0',), ('1',)]
+    """
+    order = {part: position for position, part in enumerate(_inner_first(module))}
+    names = {part: plain_name(name) for name, part in module.named_modules()}
+    own = [Unit.of([(names[part], part)]) for part in chosen if part is not module and num_bytes(part)]
+    rest = [[pair for pair in zip(unit.names, unit.modules, strict=True) if pair[1] not in chosen] for unit in units]
+    found = [*own, *(Unit.of(blocks) for blocks in rest if blocks)]
+    return _without_ties(module, sorted(found, key=lambda unit: max(order[part] for part in unit.modules)))
+
+
+def num_bytes(*modules: nn.Module) -> int:
+    """Add up the size of the parameters of some modules, each counted once.
+
+    Args:
+        modules: Modules that may share parameters.
+
+    Returns:
+        Bytes.
+    """
+    parameters = {id(p): p for module in modules for p in module.parameters()}
+    return sum(p.numel() * p.element_size() for p in parameters.values())
+
+
+def _inner_first(module: nn.Module) -> list[nn.Module]:
+    """List a module and what is in it, each after what is in it, in the order of registration."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(part: nn.Module) -> None:
+        for child in part.children():
+            if child not in found:
+                visit(child)
+        found[part] = None
+
+    visit(module)
+    return list(found)
+
+
+def _runs_of_blocks(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str, nn.Module]]]:
+    """Yield, outermost first, the siblings of one class that repeat."""
+    children = [(f"{prefix}{name}", child) for name, child in module.named_children() if num_bytes(child)]
+    # Containers without a forward of their own cannot be a unit; what they hold can.
+    classes = [type(child) for _, child in children if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    repeated = {kind for kind in classes if classes.count(kind) > 1}
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and repeated:
+        yield [(plain_name(name), child) for name, child in children if type(child) in repeated]
+        children = [(name, child) for name, child in children if type(child) not in repeated]
+    for name, child in children:
+        yield from _runs_of_blocks(child, f"{name}.")
+
+
+def _grouped(run: Sequence[tuple[str, nn.Module]], unit_bytes: int) -> list[Unit]:
+    groups: list[list[tuple[str, nn.Module]]] = [[]]
+    for block in run:
+        if groups[-1] and num_bytes(*(child for _, child in groups[-1])) >= unit_bytes:
+            groups.append([])
+        groups[-1].append(block)
+    # A last group that is too light would pay for a message of its own; its neighbour takes it in.
+    if len(groups) > 1 and num_bytes(*(child for _, child in groups[-1])) < unit_bytes // 2:
+        tail = groups.pop()
+        groups[-1].extend(tail)
+    return [Unit.of(group) for group in groups]
+
+
+def _without_ties(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Leave out the units that would part a shared parameter: sharded in two places it would become two, silently."""
+    dissolved = groups_that_part(module, [unit.modules for unit in units])
+    return [unit for number, unit in enumerate(units) if number not in dissolved]

@@ -1,0 +1,175 @@
+"""The save that may be going on behind training, and how its failure comes to the user."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import os
+import sys
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from shard_core.checkpoint.all_ranks import together
+from shard_core.checkpoint.interface import SaveHandle
+from shard_core.checkpoint.save.background_thread import run_aside
+from shard_core.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from shard_core.coordinator import Coordinator
+
+
+class SavesUnderWay:
+    """Lets one save at a time go on behind training; holds it until it is complete or the user knows of its failure."""
+
+    def __init__(self) -> None:
+        self._save: _SaveUnderWay | None = None
+
+    def watch(self, handle: SaveHandle, coordinator: Coordinator) -> SaveHandle:
+        """Take charge of a save that was begun; every rank calls this.
+
+        Args:
+            handle: What the part that saves returned.
+            coordinator: How ranks talk.
+
+        Returns:
+            What the user gets: a handle whose ``committed`` tells the same on every rank.
+        """
+        done = handle.committed.done() and handle.committed.exception() is None
+        if not coordinator.any_true(not done):
+            return handle
+        save = _SaveUnderWay(handle)
+        save.begin(coordinator)
+        self._save = save
+        return save.handle
+
+    def begin_step(self) -> None:
+        """Wait until an optimizer may change what is being saved.
+
+        Raises:
+            ShardError: What made the save fail, at the same step on every rank.
+        """
+        if self._save is not None and self._save.ends_before_step():
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until no save is under way; every rank calls this at the same point.
+
+        Raises:
+            ShardError: What made the save fail, unless the user knows.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            save.settle()
+
+
+class _SaveUnderWay:
+    """One save, and when its failure is raised.
+
+    The ranks learn of a failure at different moments, but must raise it at the same step: what follows are
+    collectives. So they agree on the first step that none of them has begun; until they have, none begins another.
+
+    Args:
+        handle: The save, as far as this rank knows.
+    """
+
+    def __init__(self, handle: SaveHandle) -> None:
+        self._here = handle.committed
+        self._outcome = _Outcome()
+        self.handle = SaveHandle(path=handle.path, staged=handle.staged, committed=self._outcome)
+        self._turn = threading.Condition()
+        self._agreeing = False
+        self._steps = 0
+        self._last_step: int | None = None
+
+    def begin(self, coordinator: Coordinator) -> None:
+        """Watch it in a thread."""
+        run_aside(coordinator, self._watch, self._outcome, name="shard-save-watch")
+        _untold.add(self)
+
+    def ends_before_step(self) -> bool:
+        """Wait until training may change the tensors; then count a step, unless the save's failure is due before it."""
+        concurrent.futures.wait([self.handle.staged])
+        with self._turn:
+            self._turn.wait_for(lambda: not self._agreeing)
+            self._steps += 1
+            return self._outcome.done() if self._last_step is None else self._steps > self._last_step
+
+    def settle(self) -> None:
+        """Wait for the end; raise a failure nobody was told of."""
+        told = self._outcome.told
+        failure = self._outcome.exception()
+        _untold.discard(self)
+        if failure is not None and not told:
+            raise failure
+
+    def failure(self) -> BaseException | None:
+        """Give what the user was not told, once the save has ended."""
+        return self._outcome.exception() if self._outcome.done() and not self._outcome.told else None
+
+    def _watch(self, others: Coordinator) -> None:
+        try:
+            together(others, f"saving {str(self.handle.path)!r}", self._ended)
+        except CollectiveError:
+            self._last_step = 0  # the ranks can agree on nothing any more
+            raise
+        except Exception:
+            self._agree_on_last_step(others)
+            raise
+
+    def _ended(self) -> None:
+        """Wait for the save on this rank; what it returns is nobody's business."""
+        self._here.result()
+
+    def _agree_on_last_step(self, others: Coordinator) -> None:
+        with self._turn:
+            self._agreeing = True
+            steps = self._steps
+        last = 0
+        try:
+            last = max(others.gather_objects(steps))
+        finally:
+            with self._turn:
+                self._last_step = last
+                self._agreeing = False
+                self._turn.notify_all()
+
+
+class _Outcome(Future[None]):
+    """What became of a save; remembers whether anybody was told."""
+
+    told = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Raise what made the save fail."""
+        self.exception(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Give what made the save fail."""
+        failure = super().exception(timeout)
+        self.told = True
+        return failure
+
+
+_untold: set[_SaveUnderWay] = set()
+
+
+def _tell_at_exit() -> None:
+    """Say which saves have failed without anybody knowing, and let the process fail too.
+
+    The interpreter has waited for the saves' threads by now. Nothing that is raised here would change the exit
+    status, which is all a scheduler sees.
+    """
+    failures = [failure for failure in [save.failure() for save in _untold] if failure is not None]
+    if not failures:
+        return
+    for failure in failures:
+        print(f"A save in the background failed: {failure}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+# Registered at import: what was registered later runs earlier, and would not run after this.
+atexit.register(_tell_at_exit)

@@ -1,0 +1,315 @@
+"""Saving and loading."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from shard_core.checkpoint.all_ranks import together
+from shard_core.checkpoint.checks import check_filter, check_flag, check_storage_options
+from shard_core.checkpoint.interface import SaveHandle
+from shard_core.checkpoint.interop.load_weights import load_weights
+from shard_core.checkpoint.keys import OWN_KEYS, RANDOM_KEY
+from shard_core.checkpoint.state.app_state import Contents
+from shard_core.checkpoint.storage.opening import check_path
+from shard_core.errors import CheckpointError, InvalidOption
+from shard_core.strategy.random_state import check_random_state, gather_random_state, generator_kept, take_up
+from shard_core.strategy.state_dict import Looking
+
+if TYPE_CHECKING:
+    from shard_core.checkpoint.interface import LoadedCheckpoint
+    from shard_core.checkpoint.interop.mismatch import Names
+
+T = TypeVar("T")
+
+#: Under which key a checkpoint keeps the state of the precision: the gradient scaler's.
+PRECISION_KEY = f"{OWN_KEYS}precision"
+
+
+class Remembering(Looking):
+    """Writes and reads checkpoints that every strategy and world size reads."""
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        filter: Callable[[str], bool] | None = None,
+        state_dict_type: str | None = None,
+        blocking: bool | None = None,
+    ) -> SaveHandle:
+        """Write a checkpoint; every rank calls this.
+
+        With ``blocking=False`` training goes on while it is written. One save is under way at a time: what comes next
+        to checkpoints waits for it, and so does ``teardown``; ``optimizer_step`` waits until the tensors are copied. If
+        it fails, whichever of these comes next raises that, on every rank, unless the handle has.
+
+        Args:
+            path: A folder to be made, or a URL such as ``s3://bucket/run/step-100``; a checkpoint that exists is
+                replaced only when the new one is complete.
+            state: Modules, optimizers, anything with ``state_dict`` and ``load_state_dict``, and JSON
+                values, by keys of your choice.
+            storage_options: For the store a URL names, as fsspec takes them.
+            filter: Tells by its key, such as ``model.head.weight``, whether a tensor is written.
+            state_dict_type: ``"sharded"`` (the default, unless an option of the strategy says other) or ``"full"``.
+            blocking: Whether to return only when the checkpoint is complete; None leaves it to ``checkpoint_io``,
+                whose default blocks.
+
+        Returns:
+            A handle to wait on: on every rank, or on none.
+
+        Raises:
+            CheckpointError: If it cannot be written, or the save before it could not; one that existed is still there.
+            MissingRank: If a rank does not come within ``guard_timeout``.
+        """
+        self._saves.settle()
+        self.barrier(f"save_checkpoint of {path}")
+
+        def take_apart() -> tuple[Contents, dict[str, Any]]:
+            check_filter(filter)
+            check_flag("blocking", blocking, or_none=True)
+            check_storage_options(storage_options)
+            contents = self._contents(state)
+            return contents, contents.values()
+
+        contents, values = self._on_all_ranks("saving", path, take_apart)
+        tensors = self.engine_state(contents.modules, contents.optimizers)
+        values[RANDOM_KEY] = self._random_state()
+
+        def save() -> SaveHandle:
+            handle = self.checkpoint_io.save(
+                path,
+                tensors,
+                values,
+                coordinator=self.collectives,
+                information={
+                    "strategy": self.info.name,
+                    "precision": self.precision.policy.name,
+                    "options": str(self.config),
+                },
+                storage_options=storage_options,
+                filter=filter,
+                state_dict_type=state_dict_type or self.engine_checkpoint_form(),
+                blocking=blocking,
+            )
+            if not isinstance(handle, SaveHandle):
+                raise CheckpointError(
+                    f"{type(self.checkpoint_io).__name__}.save returned {handle!r}; let it return a SaveHandle, such "
+                    "as SaveHandle.finished(path)."
+                )
+            return handle
+
+        with generator_kept(self):
+            handle = self._on_all_ranks("saving", path, save)
+        return self._saves.watch(handle, self.collectives)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any] | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Read a checkpoint that any strategy wrote at any world size; every rank calls this.
+
+        Args:
+            path: The folder, or its URL.
+            state: What to restore: modules, optimizers and stateful objects are filled in place, plain
+                values are replaced in the dict. None restores nothing and returns all values. With an
+                optimizer among them the run goes on, and so do the random number generators.
+            storage_options: For the store a URL names.
+            strict: Whether anything that differs or lacks is an error, before anything was touched. Stateful objects
+                get theirs before any tensor does; if one refuses it, all get back what their ``state_dict`` said
+                before, and modules and optimizers stay as they are.
+
+        Returns:
+            What was in the checkpoint and not asked for: values, and None for each module and optimizer.
+
+        Raises:
+            CheckpointNotFound: If the path holds no committed checkpoint.
+            CheckpointMismatch: Listing every difference.
+            CheckpointCorrupted: Naming the damaged tensors.
+        """
+        self._saves.settle()
+        self.barrier(f"load_checkpoint of {path}")
+
+        def take_apart() -> Contents:
+            check_flag("strict", strict)
+            check_storage_options(storage_options)
+            return self._contents({} if state is None else state)
+
+        contents = self._on_all_ranks("loading", path, take_apart)
+        # Only now: a data loader's state is put together by all ranks, and one of them may have raised above.
+        self._on_all_ranks("loading", path, contents.remember)
+        tensors = contents.modules or contents.optimizers
+        asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
+        # Checked with all else: a value found lacking after the tensors were filled would come too late.
+        values = contents.names_of_values - {PRECISION_KEY}
+        data_ranks = self.collectives.gather_objects(self.distributed_sampler_kwargs["rank"])
+
+        taken = False
+
+        def take_values(found: Mapping[str, Any]) -> None:
+            nonlocal taken
+            if contents.optimizers and RANDOM_KEY in found:
+                check_random_state(found[RANDOM_KEY], self.global_rank, self.root_device, self.engine_random_state())
+            contents.restore(found)
+            taken = True
+
+        def load() -> LoadedCheckpoint:
+            return self.checkpoint_io.load(
+                path,
+                asked,
+                coordinator=self.collectives,
+                storage_options=storage_options,
+                strict=strict,
+                values=values,
+                take_values=take_values,
+            )
+
+        try:
+            loaded = self._on_all_ranks("loading", path, load)
+            if not taken:  # by a part that hands values out when all is filled
+                self._on_all_ranks("loading", path, lambda: take_values(loaded.values))
+        except BaseException:
+            contents.put_back()
+            raise
+        if loaded.differences:
+            warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
+        random = loaded.values.pop(RANDOM_KEY, None)
+        left = contents.replace(loaded.values, into=state)
+        if contents.optimizers and random is not None:
+            self._take_up(random, data_ranks)
+        return {**dict.fromkeys(loaded.remainder), **left}
+
+    def load_weights(
+        self,
+        path: str | os.PathLike[str],
+        module: torch.nn.Module,
+        *,
+        key: str | None = None,
+        names: Names | None = None,
+        cast: bool = False,
+        strict: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> tuple[str, ...]:
+        """Fill a module with weights that another library has written; every rank calls this.
+
+        The path is a folder of safetensors files as Hugging Face's libraries write it, a folder of
+        ``torch.distributed.checkpoint``, a safetensors file, or a file of ``torch.save``; which it is can be seen. Each
+        rank reads what it holds of each tensor, and nothing in the files is executed. A tensor that is tied here needs
+        to be there under one of its names only.
+
+        Args:
+            path: The file or the folder, by a path or a URL.
+            module: What setup returned.
+            key: For files that hold state dicts under keys: which, such as ``"model"`` in ``{"model": {...}}``.
+            names: The module's name for each of the files' names, as a dict or a function; None for a name drops the
+                tensor. Names that a dict does not have stay as they are.
+            cast: Whether floating-point tensors may be brought to the module's dtypes.
+            strict: Whether anything that differs or lacks is an error, before anything was touched.
+            storage_options: For the store a URL names.
+
+        Returns:
+            With ``strict=False``, what did not fit and was left as it was, a sentence each.
+
+        Raises:
+            CheckpointNotFound: If the path holds no weights.
+            CheckpointMismatch: Listing every difference.
+            CheckpointCorrupted: If files are damaged, or hold what would have to be executed.
+            MissingRank: If a rank does not come within ``guard_timeout``.
+        """
+        self._saves.settle()
+        self.barrier(f"load_weights of {path}")
+        known = self._on_all_ranks("loading", path, lambda: self._registry.of(module))
+        state = self.engine_state({"model": known.module}, {})
+        left = load_weights(
+            path,
+            state,
+            coordinator=self.collectives,
+            key=key,
+            names=names,
+            cast=cast,
+            strict=strict,
+            storage_options=storage_options,
+        )
+        if left:
+            warnings.warn(f"left as they were: {'; '.join(left)}.", stacklevel=2)
+        return left
+
+    def latest_checkpoint(
+        self, folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    ) -> Path | str | None:
+        """Find the newest checkpoint of a run that was completed; every rank calls this.
+
+        Rank 0 alone looks, since ranks may see different things on a shared disk, and tells the others.
+
+        Args:
+            folder: What the run's checkpoints are in; one that does not exist yet holds none.
+            storage_options: For the store a URL names.
+
+        Returns:
+            The path, or the URL, to give to ``load_checkpoint``, the same on every rank; None if there is none.
+
+        Raises:
+            MissingRank: If a rank does not come within ``guard_timeout``.
+        """
+        self._saves.settle()
+        self.barrier(f"latest_checkpoint of {folder}")
+
+        def look() -> tuple[str, bool] | None:
+            check_path(folder)
+            check_storage_options(storage_options)
+            if not self.is_global_zero:
+                return None
+            found = self.checkpoint_io.latest(folder, storage_options=storage_options)
+            return None if found is None else (str(found), isinstance(found, Path))
+
+        found = together(self.collectives, f"looking for checkpoints in {str(folder)!r}", look)[0]
+        return None if found is None else Path(found[0]) if found[1] else found[0]
+
+    def _random_state(self) -> dict[str, Any]:
+        rank = self.distributed_sampler_kwargs["rank"]
+        return gather_random_state(self.collectives, self.root_device, rank, self.engine_random_state())
+
+    def _take_up(self, random: Mapping[str, Any], data_ranks: Sequence[int]) -> None:
+        """Let the random number generators go on where those of a checkpoint stood."""
+        seed, state = take_up(random, self.global_rank, data_ranks, self.root_device)
+        if state is None:
+            self.engine_seed(seed)
+        else:
+            self.engine_set_random_state(state)
+
+    def _on_all_ranks(self, doing: str, path: str | os.PathLike[str], prepare: Callable[[], T]) -> T:
+        """Prepare on this rank; if that fails on any, all raise it, and none waits for one that has given up."""
+        prepared: list[T] = []
+
+        def phase() -> None:
+            check_path(path)
+            prepared.append(prepare())
+
+        together(self.collectives, f"{doing} {str(path)!r}", phase)
+        return prepared[0]
+
+    def _contents(self, state: Mapping[str, Any]) -> Contents:
+        if not isinstance(state, Mapping):
+            raise InvalidOption(f"state is of type {type(state).__name__}; it must be a dict, by keys of your choice.")
+        for key in state:
+            if isinstance(key, str) and key.startswith(OWN_KEYS):
+                raise CheckpointError(
+                    f"the state has the key {key!r}; keys that begin with {OWN_KEYS!r} are the strategy's own, take "
+                    "another."
+                )
+        unwrapped = {
+            key: self.unwrap(value) if isinstance(value, torch.nn.Module) else value for key, value in state.items()
+        }
+        if self.precision.state_dict():
+            unwrapped[PRECISION_KEY] = self.precision
+        return Contents(unwrapped)

@@ -1,0 +1,157 @@
+"""How user code talks across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+
+import torch
+
+from shard_core.capability import Capability
+from shard_core.collectives.interface import check_mean, reduce_op_named
+from shard_core.collectives.leaves import Leaves
+from shard_core.errors import CollectiveError, nearest
+from shard_core.mesh import DATA_AXIS
+from shard_core.strategy.step import Stepping
+from shard_core.structures import is_nested
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from torch.distributed import ProcessGroup, ReduceOp
+
+    Group: TypeAlias = str | ProcessGroup | None
+    Reduction: TypeAlias = str | ReduceOp | ReduceOp.RedOpType | None
+    Nested: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | DataclassInstance
+
+T = TypeVar("T")
+
+
+class Talking(Stepping):
+    """Reduces, gathers and broadcasts; every rank makes the same calls in the same order."""
+
+    @overload
+    def all_reduce(
+        self, tensor: torch.Tensor | float, group: Group = None, reduce_op: Reduction = "mean"
+    ) -> torch.Tensor: ...
+
+    @overload
+    def all_reduce(self, tensor: Nested, group: Group = None, reduce_op: Reduction = "mean") -> Any: ...
+
+    def all_reduce(self, tensor: Any, group: Group = None, reduce_op: Reduction = "mean") -> Any:
+        """Reduce a tensor over ranks into a new tensor, the same on each; of a structure, every leaf.
+
+        Args:
+            tensor: Any shape, the same on every rank; a number becomes a 0-d tensor. Or dicts, lists, tuples and
+                dataclasses of these, however deep, with the same keys on every rank.
+            group: An axis of the device mesh, or a process group; None for all ranks. Every strategy has
+                ``"data_parallel"``, the ranks that see different data.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"product"``, or the member of
+                ``torch.distributed.ReduceOp``; None for the mean.
+
+        Returns:
+            A new tensor of the same shape, or the structure with such tensors.
+
+        Raises:
+            CollectiveError: If a leaf is neither, or ranks gave different structures; on every rank.
+        """
+        return self._reduced("all_reduce", tensor, group, reduce_op)
+
+    def reduce(self, tensor: T, group: Group = None, reduce_op: Reduction = "mean") -> T:
+        """Reduce a tensor or a structure as ``all_reduce`` does; any other value is returned as it is.
+
+        Args:
+            tensor: What to reduce.
+            group: As for ``all_reduce``.
+            reduce_op: As for ``all_reduce``.
+
+        Returns:
+            The reduced tensor or structure, on every rank.
+        """
+        op = reduce_op_named(reduce_op)
+        if not (isinstance(tensor, torch.Tensor) or is_nested(tensor)):
+            return tensor
+        return self._reduced("reduce", tensor, group, op)  # type: ignore[no-any-return]
+
+    @overload
+    def all_gather(
+        self, tensor: torch.Tensor | float, group: Group = None, sync_grads: bool = False
+    ) -> torch.Tensor: ...
+
+    @overload
+    def all_gather(self, tensor: Nested, group: Group = None, sync_grads: bool = False) -> Any: ...
+
+    def all_gather(self, tensor: Any, group: Group = None, sync_grads: bool = False) -> Any:
+        """Collect a tensor from every rank; of a structure, every leaf.
+
+        Args:
+            tensor: As for ``all_reduce``.
+            group: As for ``all_reduce``.
+            sync_grads: Let gradients of the result flow back to the ranks the parts came from.
+
+        Returns:
+            A tensor of shape ``(ranks, *tensor.shape)``, or the structure with such tensors.
+
+        Raises:
+            CollectiveError: As for ``all_reduce``.
+        """
+        if sync_grads:
+            self._require(Capability.SYNC_GRADS)
+        members = self._group(group)
+        leaves = Leaves("all_gather", self.collectives, members, self.root_device)
+        return leaves.map(tensor, lambda leaf: self.collectives.all_gather(leaf, members, sync_grads))
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Hand an object of one rank to all.
+
+        JSON values, tuples, bytes, tensors and arrays of numbers travel as such: dense tensors come to this rank's
+        device if they were on one, elements in order. An object that consists of anything else is pickled.
+
+        Args:
+            obj: Anything picklable; only rank ``src``'s counts.
+            src: Whose.
+
+        Returns:
+            Rank ``src``'s object.
+
+        Raises:
+            MissingRank: If a rank does not come within ``guard_timeout``.
+            CollectiveError: If the object cannot be sent.
+        """
+        self.barrier("broadcast")
+        return self.collectives.broadcast_any(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank.
+
+        Args:
+            name: What the ranks meet for; shown when one does not come.
+
+        Raises:
+            MissingRank: Naming the ranks that did not come within ``guard_timeout``.
+        """
+        self.setup_environment()
+        self.collectives.barrier(name or "barrier")
+
+    def _reduced(self, verb: str, tensor: Any, group: Group, reduce_op: Reduction) -> Any:
+        op, members = reduce_op_named(reduce_op), self._group(group)
+        leaves = Leaves(verb, self.collectives, members, self.root_device)
+        return leaves.map(
+            tensor,
+            lambda leaf: self.collectives.all_reduce(leaf, members, op),
+            check=lambda leaf: check_mean(op, leaf),
+        )
+
+    def _group(self, group: Group) -> Any:
+        mesh = self.device_mesh
+        if not isinstance(group, str):
+            return group
+        axes = (mesh.mesh_dim_names if mesh is not None else None) or ()
+        if mesh is not None and group in axes:
+            return mesh.get_group(group)
+        if group == DATA_AXIS:
+            return None  # without that axis every rank sees data of its own
+        there = tuple(dict.fromkeys((DATA_AXIS, *axes)))
+        hint = nearest(group, there) or "."
+        raise CollectiveError(
+            f"strategy {self.info.name!r} has no mesh axis {group!r}{hint} Its axes are: {', '.join(there)}."
+        )

@@ -1,0 +1,255 @@
+"""From a module as the user wrote it to one that is set up, with its optimizers and its data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shard_core._versions import is_compiled
+from shard_core.capability import Capability
+from shard_core.data import ShardedLoader, move
+from shard_core.errors import InvalidOption, MissingCapability, SetupError
+from shard_core.optim.classification import why_not_elementwise
+from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
+from shard_core.randomness import part_ways, shared_generator
+from shard_core.strategy.accumulation import Accumulation
+from shard_core.strategy.forward import ForwardPrecision
+from shard_core.strategy.forward_only import ForwardOnly
+from shard_core.strategy.lifecycle import Starting
+from shard_core.strategy.partial_state import PartialStateDict
+from shard_core.strategy.pretrained import PretrainedSaves
+from shard_core.strategy.registry import SetUpModule
+
+T = TypeVar("T")
+
+
+class Building(Starting):
+    """Sets up modules, optimizers and data loaders."""
+
+    @contextlib.contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build modules inside: cheaply where the engine shards, and with the values of a plain build.
+
+        Args:
+            empty_init: True promises that a checkpoint will fill every value, so none need be computed.
+
+        Raises:
+            MissingCapability: If values shall be left out and the strategy computes them all the same.
+        """
+        if empty_init:
+            self._require(Capability.META_INIT, "leave empty_init out, every value is computed then")
+        self.setup_environment()
+        self.collectives.barrier("module_init_context")
+        with shared_generator(self.collectives), self.engine_init_context(bool(empty_init)):
+            yield
+
+    def module_sharded_context(self) -> contextlib.AbstractContextManager[None]:
+        """Give the context in which users wrap submodules by hand; setup wraps what they leave.
+
+        Where the engine wraps nothing, what is wrapped inside stays as it is.
+        """
+        self.setup_environment()
+        return self.engine_sharded_context()
+
+    def setup_module_and_optimizers(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+        """Bring a module and its optimizers to this strategy's devices, shards and dtypes.
+
+        Args:
+            module: Not yet set up.
+            optimizers: Made over its parameters; they are changed in place and stay the same objects.
+
+        Returns:
+            The module to call, and the optimizers.
+
+        Raises:
+            SetupError: If the module was set up before, or an optimizer holds foreign parameters.
+            MissingCapability: If the strategy does not promise to take what it was given.
+            PrecisionMismatch: If a tensor has another dtype afterwards than the precision says.
+        """
+        if isinstance(optimizers, torch.optim.Optimizer):
+            raise InvalidOption(
+                "optimizers is one optimizer; give a list: setup_module_and_optimizers(module, [optimizer])."
+            )
+        for place, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InvalidOption(
+                    f"optimizers[{place}] is a {type(optimizer).__name__}; give torch optimizers alone, schedulers of "
+                    "learning rates need no setup."
+                )
+        if len(optimizers) > 1:
+            self._require(Capability.MULTIPLE_OPTIMIZERS)
+        if not optimizers:
+            self._require(Capability.INFERENCE)
+        return self._set_up(module, list(optimizers)), list(optimizers)
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Set up a module alone, for inference or for an optimizer that comes later.
+
+        Args:
+            module: Not yet set up.
+
+        Returns:
+            The module to call.
+        """
+        self._require(Capability.INFERENCE)
+        return self._set_up(module, [])
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Set up an optimizer whose module was set up before.
+
+        Args:
+            optimizer: Over the module's parameters as they were before or as they are now.
+
+        Returns:
+            The same optimizer.
+
+        Raises:
+            SetupError: If no module with its parameters was set up, or it has several groups of parameters whose
+                numbers of dims are no longer those of the user's.
+        """
+        known = self._registry.holder(optimizer)
+        if known.optimizers:
+            self._require(Capability.MULTIPLE_OPTIMIZERS)
+        self.collectives.barrier("setup_optimizer")
+        self._require_elementwise([optimizer])
+        known.check_groups(optimizer)
+        self.engine_add_optimizer(known.module, optimizer, known.names)
+        known.optimizers[optimizer] = Accumulation()
+        return optimizer
+
+    def process_dataloader(
+        self,
+        loader: torch.utils.data.DataLoader[Any],
+        *,
+        split_batches: bool = False,
+        shard_stream: bool | None = None,
+    ) -> ShardedLoader:
+        """Let each data-parallel rank see its share of the data, on its device.
+
+        Args:
+            loader: A loader over all data; its batch size is that of one rank.
+            split_batches: Read the loader's batch size as that of all ranks together.
+            shard_stream: For an ``IterableDataset``: True shares its batches among ranks, False passes each rank's
+                own share through, None finds out with the first batch.
+
+        Returns:
+            An iterable of this rank's batches whose position can be saved and restored.
+
+        Raises:
+            InvalidOption: If batches are to be split and do not divide, or ``shard_stream`` is given for a dataset
+                with indices.
+        """
+        self.setup_environment()
+        self.collectives.barrier("process_dataloader")
+        return ShardedLoader(
+            loader,
+            rank=self.distributed_sampler_kwargs["rank"],
+            world_size=self.distributed_sampler_kwargs["num_replicas"],
+            coordinator=self.collectives,
+            transfer=self.batch_to_device,
+            split_batches=split_batches,
+            shard_stream=shard_stream,
+        )
+
+    def batch_to_device(self, batch: T) -> T:
+        """Move the tensors in a batch to this rank's device.
+
+        Args:
+            batch: Any nested structure.
+
+        Returns:
+            The same structure.
+        """
+        return move(batch, self.root_device)
+
+    def unwrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return the user's own module behind what setup returned.
+
+        Args:
+            module: What setup returned, or was given.
+        """
+        return self._registry.of(module).module
+
+    def _set_up(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.nn.Module:
+        if not isinstance(module, torch.nn.Module):
+            raise InvalidOption(f"module is {module!r:.60}; give a torch.nn.Module.")
+        if len(self._registry):
+            self._require(Capability.SEVERAL_MODULES)
+        if is_compiled(module):
+            self._require(Capability.COMPILE, "pass the module as it was before torch.compile")
+        if self._registry.find(module) is not None:
+            raise SetupError(f"this {type(module).__name__} was set up already; use what setup returned.")
+        self.setup_environment()
+        kind = type(module).__name__  # engines may exchange the class
+        self.collectives.barrier(f"setup of {kind}")
+        self._require_elementwise(optimizers)
+        names = ParameterNames(module)
+        check_no_gradients(names)
+        self.precision.convert_module(module)
+        shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
+        called = self.engine_setup(module, optimizers, names)
+        check_hooks_kept(names, module)
+        sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
+        self.precision.check_module(module)
+        if len(self._registry) == 0:
+            part_ways(self.distributed_sampler_kwargs["rank"])
+            self.engine_seed(torch.initial_seed())
+        # One process may still hold them in a form, or on a device, that nobody but the engine reads.
+        spread = sharded or (self.world_size == 1 and not type(self).engine_keeps_torch_tensors)
+        pretrained.install(
+            self.info.name, lambda: self.engine_state({"model": module}, {}), self.collectives, spread=spread
+        )
+        partial.install(self.info.name)
+        any_entry = Capability.ENTRY_METHODS in self.info.capabilities
+        frozen = {plain_name(name): each for name, each in module.named_parameters() if not each.requires_grad}
+        self._registry.add(
+            SetUpModule(
+                module=module,
+                callable=called,
+                names=names,
+                forward=ForwardPrecision(called, self.precision, self.root_device.type),
+                pretrained=pretrained,
+                partial_state=partial,
+                entry=None if any_entry else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
+                optimizers={optimizer: Accumulation() for optimizer in optimizers},
+                frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
+                dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
+            )
+        )
+        return called
+
+    def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse on all ranks what rank 0 finds wanting; judged by each for itself, some would go on alone."""
+        if Capability.ANY_OPTIMIZER in self.info.capabilities:
+            return
+        mine = self._why_refused(optimizers) if self.is_global_zero else None
+        refused = self.collectives.broadcast_object(mine)
+        if refused is not None:
+            raise MissingCapability(refused)
+
+    def _why_refused(self, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+        for optimizer in optimizers:
+            reason = why_not_elementwise(optimizer, _compared_on(self.root_device))
+            if reason is not None:
+                return (
+                    f"strategy {self.info.name!r} does not promise ANY_OPTIMIZER: it steps only optimizers that work "
+                    f"element by element, such as AdamW, and {type(optimizer).__name__} is not known to, because "
+                    f"{reason}; take another optimizer, or a strategy that promises it."
+                )
+        return None
+
+
+def _compared_on(device: torch.device) -> torch.device:
+    """Choose where results can be compared bit for bit: compilers of whole graphs join operations as they see fit."""
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def _shapes(module: torch.nn.Module) -> list[tuple[int, ...]]:
+    """List the shapes of a module's parameters, in an order that does not depend on its wrappers."""
+    return sorted(tuple(parameter.shape) for parameter in module.parameters())

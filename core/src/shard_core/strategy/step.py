@@ -1,0 +1,249 @@
+"""One training step: backward, clip, step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core.capability import Capability
+from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
+from shard_core.gradients import clip_norm, clip_values, total_norm
+from shard_core.options import check_names
+from shard_core.strategy.setup import Building
+
+if TYPE_CHECKING:
+    from shard_core.strategy.registry import SetUpModule
+
+#: Keywords of ``Tensor.backward`` that only some engines honour, and what to do under the others.
+_NOT_EVERYWHERE = {
+    "create_graph": "ranks' gradients are averaged outside of any graph; for second derivatives call "
+    "torch.autograd.grad(..., create_graph=True) and add what you make of them to the loss",
+    "inputs": "gradients of all parameters are averaged together; torch.autograd.grad gives those of activations, and "
+    "requires_grad_(False) before setup leaves parameters out",
+}
+
+
+class Stepping(Building):
+    """Turns losses into steps, with the same meaning of a gradient on every engine."""
+
+    def no_backward_sync(
+        self, module: torch.nn.Module, enabled: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """Give a context for all but the last micro-batch, in which gradients stay on their rank.
+
+        Forward and backward both belong inside.
+
+        Args:
+            module: What setup returned.
+            enabled: False gives a context that does nothing, under every strategy.
+        """
+        known = self._registry.of(module)
+        if not enabled:
+            return contextlib.nullcontext()
+        self._require(Capability.DEFER_SYNC)
+        return self._deferring(known)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        module: torch.nn.Module,
+        *,
+        denominator: float | torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the gradients of a loss, averaged over data-parallel ranks and summed over calls.
+
+        Nothing is divided by the number of micro-batches: divide the loss, as everywhere. With a
+        denominator the loss is a sum, and the gradients become those of
+        ``sum of losses / sum of denominators`` over all ranks and all calls since the last step.
+
+        A tensor that is no scalar, such as what one stage of a pipeline handed to the next, takes the
+        ``gradient`` that the next one has by it, as ``Tensor.backward`` does: that is a backward of
+        ``(loss * gradient).sum()``.
+
+        Args:
+            loss: A scalar; the mean over this rank's samples, or their sum with a denominator. Or any
+                tensor, with its ``gradient``.
+            module: What setup returned.
+            denominator: What the loss sums over on this rank, e.g. a number of tokens.
+            kwargs: Passed to ``Tensor.backward``: ``gradient``, of the tensor's shape, and ``retain_graph``.
+
+        Raises:
+            InvalidOption: If the loss or a keyword is not one to go backward with.
+        """
+        known = self._registry.of(module)
+        self._check_keywords(kwargs)
+        _check_loss(loss, kwargs.get("gradient"))
+        if denominator is not None:
+            self._require(Capability.DENOMINATOR)
+        for name, parameter in known.frozen.items():
+            if parameter.requires_grad:
+                self._require(
+                    Capability.UNFREEZE,
+                    f"{name!r} was frozen at setup and no longer is; save a checkpoint and load it into a module that "
+                    "is set up with it unfrozen",
+                )
+        scaler = self.precision.scaler
+        factor = scaler.begin_backward() if scaler else 1.0
+        for optimizer, accumulation in known.optimizers.items():
+            if not known.gradients_hidden:
+                accumulation.forget_thrown_away(optimizer)
+            accumulation.add(denominator, factor)
+        known.gradients_hidden = known.deferring
+        self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Shrink an optimizer's gradients so that their global norm is at most ``max_norm``.
+
+        Args:
+            module: What setup returned.
+            optimizer: Whose gradients.
+            max_norm: The bound.
+            norm_type: Which p-norm.
+            error_if_nonfinite: Raise on a non-finite norm; under a gradient scaler the norm is
+                returned instead and the coming step is skipped.
+
+        Returns:
+            The norm before clipping, a 0-d tensor, the same on every rank.
+
+        Raises:
+            NonFiniteGradient: If the norm is infinite or not a number.
+        """
+        if norm_type != 2.0:
+            self._require(Capability.CLIP_ANY_NORM)
+        self._registry.of(module)
+        finite = self._finish(optimizer)
+        gradients = self.engine_gradients(optimizer)
+        norm = total_norm(gradients, float(norm_type), self.collectives)
+        if self.precision.scaler is not None and not finite:
+            return norm
+        if error_if_nonfinite and not self.engine_look(norm.isfinite()):
+            raise NonFiniteGradient(
+                f"the gradient norm is {norm.item()}; look for a loss that is not finite, or pass "
+                "error_if_nonfinite=False to clip all the same."
+            )
+        clip_norm(gradients, max_norm, norm)
+        return norm
+
+    def clip_gradients_value(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clamp every element of an optimizer's gradients to ``[-clip_val, clip_val]``.
+
+        Args:
+            module: What setup returned.
+            optimizer: Whose gradients.
+            clip_val: The bound.
+        """
+        self._require(Capability.CLIP_VALUE)
+        self._registry.of(module)
+        self._finish(optimizer)
+        clip_values(self.engine_gradients(optimizer), clip_val)
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> bool:
+        """Step an optimizer, unless a gradient scaler found an overflow on any rank.
+
+        Waits until a save behind training has copied what the step changes.
+
+        Args:
+            optimizer: One that was set up.
+            closure: Evaluates the loss again: zeroes gradients, runs forward and ``backward``.
+            kwargs: Passed to the optimizer.
+
+        Returns:
+            Whether it stepped; the same on every rank.
+
+        Raises:
+            CheckpointError: If a save behind training failed; nothing was stepped.
+        """
+        self._saves.begin_step()
+        known = self._registry.owner(optimizer)
+        if closure is None:
+            finite = self._finish(optimizer)
+            if self.precision.scaler is not None:
+                self.precision.scaler.record(finite=finite)
+            if finite:
+                self.engine_step(optimizer, None, **kwargs)
+            known.optimizers[optimizer].reset()
+            return finite
+        self._require(Capability.CLOSURE)
+        if self.precision.scaler is not None:
+            raise InvalidOption(
+                f"a closure cannot be combined with precision {self.precision.policy.name!r}, whose scaler may skip "
+                "the step; use 'bf16-mixed' or '32-true'."
+            )
+
+        def evaluate() -> Any:
+            known.optimizers[optimizer].reset()
+            loss = closure()
+            self._finish(optimizer)
+            return loss
+
+        self.engine_step(optimizer, evaluate, **kwargs)
+        known.optimizers[optimizer].reset()
+        return True
+
+    def _check_keywords(self, keywords: Mapping[str, Any]) -> None:
+        """Refuse what the engine does not honour, but not its default."""
+        asked = {
+            name: value
+            for name, value in keywords.items()
+            if name not in _NOT_EVERYWHERE or not (value is None or value is False)
+        }
+        check_names(
+            f"backward of strategy {self.info.name!r}", asked, type(self).engine_backward_keywords, _NOT_EVERYWHERE
+        )
+
+    @contextlib.contextmanager
+    def _deferring(self, known: SetUpModule) -> Iterator[None]:
+        known.deferring = True
+        try:
+            with self.engine_no_sync(known.callable):
+                yield
+        finally:
+            known.deferring = False
+
+    def _finish(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Bring an optimizer's gradients to their final values; tell whether all are finite."""
+        known = self._registry.owner(optimizer)
+        if known.gradients_hidden:
+            raise SetupError(
+                "the last backward was inside no_backward_sync, so gradients have not been averaged over ranks; run "
+                "the last one before a step outside: no_backward_sync(model, enabled=not last)."
+            )
+        accumulation = known.optimizers[optimizer]
+        return accumulation.finish(
+            lambda: self.engine_gradients(optimizer), self.collectives, self._data, self.precision.scaler
+        )
+
+
+def _check_loss(loss: object, gradient: object) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise InvalidOption(f"the loss is of type {type(loss).__name__}; give a scalar tensor.")
+    if gradient is None and loss.numel() != 1:
+        raise InvalidOption(
+            f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, e.g. with .mean(), or pass gradient=, "
+            "what a later computation's gradient by it is."
+        )
+    if gradient is not None:
+        if not isinstance(gradient, torch.Tensor):
+            raise InvalidOption(f"gradient is of type {type(gradient).__name__}; give a tensor of the loss's shape.")
+        if gradient.shape != loss.shape:
+            raise InvalidOption(
+                f"gradient has shape {tuple(gradient.shape)}, and the loss has shape {tuple(loss.shape)}; they must be "
+                "the same."
+            )
+    if not loss.requires_grad:
+        raise InvalidOption(
+            "the loss has no gradient to follow; compute it from the module's output outside torch.no_grad()."
+        )
