@@ -119,6 +119,12 @@ class TensorReader:
 
     def read_into(self, target: torch.Tensor, read: Read) -> None:
         """Copy what was planned into a tensor of its shape; its digest is not looked at."""
+        first, last = read.box.span(read.chunk.box)
+        dtype = torch_dtype(self._index.record(read.key).dtype)
+        if target.is_cpu and target.is_contiguous() and target.dtype == dtype and last - first == read.box.volume:
+            elements = target.detach().view(-1).view(torch.uint8).numpy().data
+            self._files.file(read.chunk.file).read_into(read.chunk.begin + first * dtype.itemsize, elements)
+            return
         for piece, stored in self.pieces(read):
             target[piece.slices(read.box.offsets)].copy_(stored)
 
