@@ -20,8 +20,8 @@ import xxhash
 from shard_core.checkpoint.format.box import Box
 from shard_core.checkpoint.format.chunk_index import Chunk, ChunkIndex, TensorRecord
 from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
-from shard_core.checkpoint.save.merge import merge_parts
-from shard_core.checkpoint.save.rank_index import decode_part, encode_part, index_of
+from shard_core.checkpoint.save.merge import merge_rank_indexes
+from shard_core.checkpoint.save.rank_index import decode_rank_index, encode_rank_index, index_of
 from shard_core.checkpoint.storage.file_record import FileRecord
 
 TENSORS, READERS, ATTEMPT = 640, 1000, "0123456789ab"
@@ -53,7 +53,7 @@ def make_parts(ranks: int, folder: Path) -> None:
     for rank, file in enumerate(files(ranks, end)):
         index.columns["offsets"] = step * rank
         index.files = (file,)
-        (folder / f"part-{rank}").write_bytes(encode_part(ATTEMPT, index))
+        (folder / f"part-{rank}").write_bytes(encode_rank_index(ATTEMPT, index))
 
 
 class Cost:
@@ -71,7 +71,7 @@ class Cost:
 def commit(ranks: int, folder: Path) -> None:
     cost = Cost()
     raws = ((folder / f"part-{rank}").read_bytes() for rank in range(ranks))
-    index = merge_parts(decode_part(raw, ATTEMPT) for raw in raws)
+    index = merge_rank_indexes(decode_rank_index(raw, ATTEMPT) for raw in raws)
     index.check_tiling()
     raw = index.to_bytes()
     xxhash.xxh3_64_hexdigest(raw)

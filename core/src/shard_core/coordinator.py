@@ -42,7 +42,7 @@ class Coordinator(Protocol):
     def any_true(self, flag: bool) -> bool:
         """Tell every rank whether any rank said ``True``."""
 
-    def aside(self) -> AbstractContextManager[Coordinator]:
+    def side_channel(self) -> AbstractContextManager[Coordinator]:
         """Open a line of its own to the same ranks, for a task that runs behind training.
 
         What goes over it waits for no message of training and holds none up, so another thread may use it.

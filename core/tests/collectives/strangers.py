@@ -38,7 +38,9 @@ def save_beside_a_stranger(strategy: Any, folder: Path) -> None:
     model = torch.nn.Linear(2, 2)
     model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     if strategy.global_rank == 0:
-        plant(folder / "ran", *(f"shard/0/0/aside/{line}/{call}/all" for line in range(4) for call in range(1, 20)))
+        plant(
+            folder / "ran", *(f"shard/0/0/side_channel/{line}/{call}/all" for line in range(4) for call in range(1, 20))
+        )
     strategy.barrier()
     handle = strategy.save_checkpoint(folder / "c", {"model": model, "optimizer": optimizer}, blocking=False)
     try:

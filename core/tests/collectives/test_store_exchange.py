@@ -25,12 +25,12 @@ def connected(guard: float = 30.0) -> ProcessGroupCollectives:
 
 
 def talks() -> Any:
-    with connected().aside() as line:
+    with connected().side_channel() as line:
         gathered = line.gather_objects({"rank": line.rank, "tensor": torch.ones(2)})
         sent = line.broadcast_object([line.rank], src=line.world_size - 1)
         line.barrier()
         said = line.any_true(line.rank == 1), line.any_true(False)
-        with line.aside() as same:
+        with line.side_channel() as same:
             again = same.gather_objects(line.rank)
         return [each["rank"] for each in gathered], sent, said, again
 
@@ -44,13 +44,13 @@ def test_it_keeps_the_coordinators_promises(worlds: Any, size: int) -> None:
 def keys_before_and_after() -> tuple[int, int]:
     collectives = connected()
     store = collectives._store
-    with collectives.aside() as line:
+    with collectives.side_channel() as line:
         line.barrier()
     collectives.barrier()
     before = store.num_keys()
     collectives.barrier()
     for _ in range(20):
-        with collectives.aside() as line:
+        with collectives.side_channel() as line:
             line.gather_objects("x" * 100)
             line.barrier()
     collectives.barrier()
@@ -67,7 +67,7 @@ def test_it_leaves_no_keys_behind(worlds: Any) -> None:
 def training_goes_on() -> float:
     """Wait in a thread for a rank that comes late, and meet for training in the meantime."""
     collectives = connected()
-    line = collectives.aside()
+    line = collectives.side_channel()
     late = threading.Event()
 
     def behind() -> None:
@@ -94,7 +94,7 @@ def test_training_meets_while_a_thread_waits(worlds: Any) -> None:
 
 
 def is_slow() -> list[int]:
-    with connected(guard=0.6).aside() as line:
+    with connected(guard=0.6).side_channel() as line:
         if line.rank == 1:
             time.sleep(2.0)
         return line.gather_objects(line.rank)
@@ -131,7 +131,7 @@ def test_a_store_that_is_gone_is_told() -> None:
 
 def test_who_is_not_connected_is_told() -> None:
     with pytest.raises(CollectiveError, match="not connected; call setup_environment"):
-        ProcessGroupCollectives().aside()
+        ProcessGroupCollectives().side_channel()
 
 
 @pytest.mark.parametrize("meets", ["roll call", "exchange"])

@@ -44,9 +44,9 @@ def test_a_pickle_in_the_store_of_a_launched_run_is_refused_unread(tmp_path: Pat
     assert not (tmp_path / "ran").exists()
     said = (tmp_path / "rank-1").read_text()
     # Rank 0's own answer may take the place of one or another before rank 1 looks.
-    assert re.search(r"a message \(aside/\d/\d+/all\) was refused unread: no rank of this run has signed it", said), (
-        said
-    )
+    assert re.search(
+        r"a message \(side_channel/\d/\d+/all\) was refused unread: no rank of this run has signed it", said
+    ), said
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 
@@ -81,17 +81,17 @@ def test_what_no_rank_has_signed_is_refused(secret: bytes | None) -> None:
 
 def test_a_message_counts_at_its_own_place_alone() -> None:
     ranks = Authenticator(SECRET, b"session")
-    signed = ranks.sign(b"go on", "aside/0/1/all")
-    assert bytes(ranks.verify(signed, "aside/0/1/all")) == b"go on"
-    for elsewhere in ("aside/0/2/all", "aside/1/1/all", "aside/0/1/0"):
+    signed = ranks.sign(b"go on", "side_channel/0/1/all")
+    assert bytes(ranks.verify(signed, "side_channel/0/1/all")) == b"go on"
+    for elsewhere in ("side_channel/0/2/all", "side_channel/1/1/all", "side_channel/0/1/0"):
         with pytest.raises(CollectiveError, match="was refused unread"):
             ranks.verify(signed, elsewhere)
     with pytest.raises(CollectiveError, match="was refused unread"):
-        Authenticator(SECRET, b"the next session").verify(signed, "aside/0/1/all")
+        Authenticator(SECRET, b"the next session").verify(signed, "side_channel/0/1/all")
     for place in range(len(signed)):
         changed = signed[:place] + bytes([signed[place] ^ 1]) + signed[place + 1 :]
         with pytest.raises(CollectiveError, match="was refused unread"):
-            ranks.verify(changed, "aside/0/1/all")
+            ranks.verify(changed, "side_channel/0/1/all")
 
 
 def met(*given: bytes | None) -> list[str]:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shard_core.optim.local_step import stepping_shards
+from shard_core.optim.local_step import local_step
 from shard_core.testing import oracle
 
 SHAPES = {"matrix": (5, 16), "vector": (7,), "one row": (1, 9), "unused": (4,)}
@@ -71,7 +71,7 @@ def train(name: str, options: dict[str, Any], sharded: bool, operations: Operati
         if operations is None:
             optimizer.step()
         else:
-            with stepping_shards(optimizer), operations:
+            with local_step(optimizer), operations:
                 optimizer.step()
         assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
         assert groups[0]["params"] is lists[0]
@@ -118,7 +118,7 @@ def seen_by_hooks() -> Any:
     optimizer.register_step_pre_hook(look)
     optimizer.register_step_post_hook(look)
     fill(made, 0)
-    with stepping_shards(optimizer):
+    with local_step(optimizer):
         optimizer.step()
     return seen
 
@@ -131,10 +131,10 @@ def failing_step() -> Any:
     made = parameters(sharded=True)
     optimizer = optim.AdamW(made)
     fill(made, 0)
-    with stepping_shards(optimizer):
+    with local_step(optimizer):
         optimizer.step()
     optimizer.param_groups[0]["betas"] = None
-    with pytest.raises(TypeError), stepping_shards(optimizer):
+    with pytest.raises(TypeError), local_step(optimizer):
         optimizer.step()
     return all(isinstance(p, DTensor) for p in (*optimizer.param_groups[0]["params"], *optimizer.state))
 
@@ -157,7 +157,7 @@ def in_few_bits() -> Any:
     operations = Operations()
     for step in range(3):
         fill(made, step)
-        with stepping_shards(optimizer), operations:
+        with local_step(optimizer), operations:
             optimizer.step()
     return [parameter.full_tensor() for parameter in made], operations.names
 
@@ -177,7 +177,7 @@ def own_step() -> Any:
     made = parameters(sharded=True)
     optimizer = Noting(made, lr=0.1)
     fill(made, 0)
-    with stepping_shards(optimizer):
+    with local_step(optimizer):
         optimizer.step()
     return set(optimizer.noted)
 
@@ -190,11 +190,11 @@ def mixed_groups() -> Any:
     made = parameters(sharded=True)
     optimizer = optim.AdamW(made[:1])
     fill(made, 0)
-    with stepping_shards(optimizer):
+    with local_step(optimizer):
         optimizer.step()
     optimizer.add_param_group({"params": made[1:], "foreach": True})
     operations = Operations()
-    with stepping_shards(optimizer), operations:
+    with local_step(optimizer), operations:
         optimizer.step()
     return {"_fused_adamw_", "_foreach_addcdiv_"} & operations.names
 
@@ -213,7 +213,7 @@ def late() -> Any:
             fill(made, step)
             if step == 0:
                 made[0].grad = None
-            with stepping_shards(optimizer):
+            with local_step(optimizer):
                 optimizer.step()
         results.append([each.full_tensor() if isinstance(each, DTensor) else each for each in made])
     return results

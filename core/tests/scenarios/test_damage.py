@@ -114,7 +114,7 @@ def test_missing_files_are_noticed_and_further_ones_are_nobodys(checkpoint):
         _assert_noticed(checkpoint, path.name, 0, by_load=True)
         path.write_bytes(raw)
     dead = Attempt.begin(LocalFolder(checkpoint), 2)
-    for name in (dead.part_file(0), dead.tensor_file("model", 1), dead.single_file("index")):
+    for name in (dead.rank_index_file(0), dead.tensor_file("model", 1), dead.single_file("index")):
         (checkpoint / name).write_bytes(b"left by a save that died")
     (checkpoint / "model-00007-of-00009.safetensors").write_bytes(b"nobody's")
     (checkpoint / "model.safetensors").write_bytes(b"nobody's")

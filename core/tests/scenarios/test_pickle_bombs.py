@@ -17,7 +17,7 @@ from fixtures.opened_files import opened_files
 from fixtures.small_checkpoint import forge, judged, refusal, write
 
 from shard_core.checkpoint.interop.hf_export import export
-from shard_core.checkpoint.save.rank_index import decode_part
+from shard_core.checkpoint.save.rank_index import decode_rank_index
 from shard_core.cli.main import main
 from shard_core.errors import CheckpointCorrupted, ShardError
 
@@ -129,5 +129,5 @@ def test_pickles_among_the_values_stay_text(checkpoint, fuse, tmp_path, wrap):
 def test_pickles_in_the_place_of_a_part_record_are_not_executed(fuse, tmp_path):
     for raw in [*_bombs(fuse, tmp_path).values(), b"", safetensors.numpy.save({})]:
         with pytest.raises(CheckpointCorrupted):
-            decode_part(raw, "0123456789ab")
+            decode_rank_index(raw, "0123456789ab")
     assert not fuse.exists()

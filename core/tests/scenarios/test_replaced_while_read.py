@@ -16,7 +16,7 @@ from fixtures.single_rank import load, save
 from fixtures.thread_ranks import on_ranks
 from torch import nn
 
-from shard_core.checkpoint.load.load import Restoration
+from shard_core.checkpoint.load.load import ShardedLoad
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.errors import CheckpointCorrupted, CheckpointError
@@ -91,15 +91,15 @@ def test_a_checkpoint_that_is_replaced_before_a_phase_of_the_load_is_read(
     path = str(tmp_path / "c") if store == "disk" else f"memory://{tmp_path.name}/{phase}"
     save(path, _module(1), values={"value": 1.0})
     left = itertools.chain([2.0], itertools.repeat(None))
-    then = getattr(Restoration, phase)
+    then = getattr(ShardedLoad, phase)
 
-    def replace(restoration: Restoration, *arguments: Any) -> Any:
+    def replace(restoration: ShardedLoad, *arguments: Any) -> Any:
         value = next(left)
         if value is not None:
             save(path, _module(value), values={"value": value})
         return then(restoration, *arguments)
 
-    monkeypatch.setattr(Restoration, phase, replace)
+    monkeypatch.setattr(ShardedLoad, phase, replace)
     module = _module(-1)
     value = load(path, module).values["value"]
     assert value == (1.0 if phase == "fill" else 2.0)
@@ -109,13 +109,13 @@ def test_a_checkpoint_that_is_replaced_before_a_phase_of_the_load_is_read(
 def test_one_that_is_always_replaced_is_given_up_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c"
     save(path, _module(0), values={"value": 0.0})
-    verify = Restoration.verify
+    verify = ShardedLoad.verify
 
-    def replace(restoration: Restoration) -> None:
+    def replace(restoration: ShardedLoad) -> None:
         save(path, _module(1), values={"value": 1.0})
         verify(restoration)
 
-    monkeypatch.setattr(Restoration, "verify", replace)
+    monkeypatch.setattr(ShardedLoad, "verify", replace)
     module = _module(-1)
     with pytest.raises(CheckpointError, match="was replaced 20 times while it was read; load it when nobody saves"):
         load(path, module)
@@ -138,7 +138,7 @@ def test_a_file_that_changes_under_a_load_is_told_in_a_sentence(
     path = tmp_path / "c"
     save(path, _module(1))
     file = path / "model-00000-of-00001.safetensors"
-    fill, verify, finish = Restoration.fill, Restoration.verify, TensorState.check_load
+    fill, verify, finish = ShardedLoad.fill, ShardedLoad.verify, TensorState.check_load
 
     def do() -> None:
         if change == "cut short":
@@ -156,11 +156,11 @@ def test_a_file_that_changes_under_a_load_is_told_in_a_sentence(
         return call
 
     if when == "before verify":
-        monkeypatch.setattr(Restoration, "verify", hook(verify))
+        monkeypatch.setattr(ShardedLoad, "verify", hook(verify))
     elif when == "after verify":
         monkeypatch.setattr(TensorState, "check_load", hook(finish))
     else:
-        monkeypatch.setattr(Restoration, "fill", hook(fill))
+        monkeypatch.setattr(ShardedLoad, "fill", hook(fill))
     module = _module(-1)
     with pytest.raises(CheckpointCorrupted) as caught:
         load(path, module)

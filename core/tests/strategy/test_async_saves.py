@@ -15,7 +15,7 @@ from shard_core.checkpoint.interface import SaveHandle
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.collectives.single import SingleCollectives
 from shard_core.errors import CheckpointError
-from shard_core.strategy.async_saves import SavesUnderWay
+from shard_core.strategy.async_saves import AsyncSaves
 
 
 def begun(staged: bool = True) -> SaveHandle:
@@ -30,7 +30,7 @@ def fails_after(steps: list[int], failing: int) -> tuple[int, str]:
     collectives = ProcessGroupCollectives(guard_timeout=timedelta(seconds=30))
     rank = int(os.environ["RANK"])
     collectives.connect(rank, len(steps), torch.device("cpu"))
-    saves, handle = SavesUnderWay(), begun()
+    saves, handle = AsyncSaves(), begun()
     saves.watch(handle, collectives)
     for _ in range(steps[rank]):
         saves.begin_step()
@@ -59,8 +59,8 @@ def test_a_failure_is_raised_at_the_same_step_on_every_rank(worlds: Any, steps: 
     assert said == also == f"saving 'run/step-1' failed on 1 of 2 ranks: rank {failing}: OSError: no room"
 
 
-def watched(*, staged: bool = True) -> tuple[SavesUnderWay, SaveHandle, SaveHandle]:
-    saves, handle = SavesUnderWay(), begun(staged)
+def watched(*, staged: bool = True) -> tuple[AsyncSaves, SaveHandle, SaveHandle]:
+    saves, handle = AsyncSaves(), begun(staged)
     return saves, handle, saves.watch(handle, SingleCollectives())
 
 
@@ -108,10 +108,10 @@ def test_a_step_waits_for_the_copies_and_for_nothing_else() -> None:
 
 def test_a_save_that_is_complete_is_handed_on() -> None:
     done = SaveHandle.finished("run/step-1")
-    assert SavesUnderWay().watch(done, SingleCollectives()) is done
+    assert AsyncSaves().watch(done, SingleCollectives()) is done
     failed = begun()
     failed.committed.set_exception(OSError("no room"))
-    saves = SavesUnderWay()
+    saves = AsyncSaves()
     saves.watch(failed, SingleCollectives())
     with pytest.raises(CheckpointError, match="no room"):
         saves.settle()

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _SHOWN = 4
 
 
-def together(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -> list[T]:
+def on_all_ranks(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -> list[T]:
     """Run one phase on every rank and learn what became of it everywhere.
 
     Args:

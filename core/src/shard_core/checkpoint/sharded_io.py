@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.all_ranks import check_same_path, together
+from shard_core.checkpoint.all_ranks import check_same_path, on_all_ranks
 from shard_core.checkpoint.format.folder import latest, read_manifest, standing_manifest
 from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
-from shard_core.checkpoint.load.load import Restoration
+from shard_core.checkpoint.load.load import ShardedLoad
 from shard_core.checkpoint.retention.policy import Retention, retain
-from shard_core.checkpoint.save.async_save import save_behind_training
+from shard_core.checkpoint.save.async_save import async_save
 from shard_core.checkpoint.save.save import ShardedSave
 from shard_core.checkpoint.state.filtered import FilteredState
 from shard_core.checkpoint.storage.opening import open_folder
@@ -62,7 +62,7 @@ class ShardedCheckpointIO(CheckpointIO):
     ) -> SaveHandle:
         """Write a checkpoint, behind training only if ``blocking`` is False; see ``CheckpointIO.save``."""
         behind = blocking is False
-        asked = together(coordinator, f"saving {os.fspath(path)!r}", lambda: (_form(state_dict_type), behind))
+        asked = on_all_ranks(coordinator, f"saving {os.fspath(path)!r}", lambda: (_form(state_dict_type), behind))
         _check_same_way(asked)
         form, _ = asked[0]
 
@@ -75,7 +75,7 @@ class ShardedCheckpointIO(CheckpointIO):
 
         kept = state if filter is None else FilteredState(state, filter)
         if behind:
-            return save_behind_training(path, kept, values, coordinator, write)
+            return async_save(path, kept, values, coordinator, write)
         return write(kept, values, coordinator)
 
     def load(
@@ -96,12 +96,12 @@ class ShardedCheckpointIO(CheckpointIO):
             open_folder(path, storage_options)
             return os.fspath(path)
 
-        check_same_path(together(coordinator, doing, begin))
+        check_same_path(on_all_ranks(coordinator, doing, begin))
         folder = open_folder(path, storage_options)
         # Rank 0 alone looks: on shared file systems ranks may see different things.
         manifest = _looked_up(coordinator, doing, lambda: read_manifest(folder))
         for _ in range(_MOST_REPLACED):
-            restoration = Restoration(folder, state, strict=strict, values=values, take_values=take_values)
+            restoration = ShardedLoad(folder, state, strict=strict, values=values, take_values=take_values)
             try:
                 _prepare(restoration, manifest, folder, coordinator, doing)
                 break
@@ -116,7 +116,7 @@ class ShardedCheckpointIO(CheckpointIO):
                 f"{os.fspath(path)!r} was replaced {_MOST_REPLACED} times while it was read; load it when nobody saves "
                 "there so often, or save each checkpoint to a path of its own."
             )
-        together(coordinator, doing, restoration.fill)
+        on_all_ranks(coordinator, doing, restoration.fill)
         return restoration.loaded()
 
     def _retain(self, committed: Folder) -> None:
@@ -139,11 +139,11 @@ def _looked_up(coordinator: Coordinator, doing: str, look: Callable[[], bytes]) 
         if coordinator.rank == 0:
             found = look()
 
-    together(coordinator, doing, phase)
+    on_all_ranks(coordinator, doing, phase)
     return coordinator.broadcast_object(found)
 
 
-def _prepare(restoration: Restoration, manifest: bytes, folder: Folder, coordinator: Coordinator, doing: str) -> None:
+def _prepare(restoration: ShardedLoad, manifest: bytes, folder: Folder, coordinator: Coordinator, doing: str) -> None:
     """Do all of a load that changes nothing."""
     # What is on a disk comes sooner from there than from another rank: mostly out of the host's own memory.
     handing_on = folder.far and coordinator.world_size > 1
@@ -153,10 +153,10 @@ def _prepare(restoration: Restoration, manifest: bytes, folder: Folder, coordina
         if not handing_on:
             restoration.verify()
 
-    together(coordinator, doing, prepare)
+    on_all_ranks(coordinator, doing, prepare)
     if handing_on:
-        restoration.hand_on(coordinator, doing)
-        together(coordinator, doing, restoration.verify)
+        restoration.broadcast_reads(coordinator, doing)
+        on_all_ranks(coordinator, doing, restoration.verify)
 
 
 def _check_same_way(asked: Sequence[tuple[str, bool]]) -> None:

@@ -34,7 +34,7 @@ def command(context: click.Context) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import run
 
-    from shard_core.launcher.loopback import only_this_host
+    from shard_core.launcher.loopback import loopback_only
 
     chosen = _parser().parse_args(context.args)
     strategy = chosen.strategy or os.environ.get(_VARIABLE)
@@ -45,7 +45,7 @@ def command(context: click.Context) -> None:
     _check_script(chosen)
     exit_code = 0
     try:
-        with only_this_host() if _stays_on_this_host(chosen) else contextlib.nullcontext():
+        with loopback_only() if _stays_on_this_host(chosen) else contextlib.nullcontext():
             record(run)(chosen)
     except ChildFailedError as error:
         click.echo(str(error), err=True)

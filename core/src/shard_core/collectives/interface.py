@@ -160,7 +160,7 @@ class Collectives(abc.ABC):
     def any_true(self, flag: bool) -> bool:
         """Tell every rank whether any rank said ``True``."""
 
-    def aside(self) -> AbstractContextManager[Coordinator]:
+    def side_channel(self) -> AbstractContextManager[Coordinator]:
         """Open a line of its own to the same ranks, for a task that another thread does behind training.
 
         Raises:
@@ -168,7 +168,7 @@ class Collectives(abc.ABC):
         """
         raise MissingCapability(
             f"{type(self).__name__} cannot talk behind training; save with blocking=True, or let the class implement "
-            "aside()."
+            "side_channel()."
         )
 
     @abc.abstractmethod

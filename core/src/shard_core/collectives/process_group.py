@@ -18,7 +18,7 @@ from shard_core.collectives.messages import pack, pack_object, raise_refusal, un
 from shard_core.collectives.roll_call import RollCall, shared_store
 from shard_core.collectives.shutdown import close_process_group, settle_at_exit
 from shard_core.collectives.store_exchange import StoreExchange
-from shard_core.collectives.torch_errors import told
+from shard_core.collectives.torch_errors import translate_torch_errors
 from shard_core.errors import CollectiveError, nearest
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class ProcessGroupCollectives(Collectives):
             return tensor.detach().clone(memory_format=torch.contiguous_format)
         there = carrying_device(tensor.device, group, self._device)
         result = tensor.detach().to(there, copy=True, memory_format=torch.contiguous_format)
-        with told("a reduction"):
+        with translate_torch_errors("a reduction"):
             dist.all_reduce(result, op=_OPS.get(op, dist.ReduceOp.SUM), group=group)
         return (result.div_(dist.get_world_size(group)) if op == "mean" else result).to(tensor.device)
 
@@ -130,7 +130,7 @@ class ProcessGroupCollectives(Collectives):
         """Collect a tensor of the same shape from every rank."""
         if sync_grads:
             return cast("torch.Tensor", _AllGather.apply(tensor, group, self._device))  # type: ignore[no-untyped-call]
-        with told("a gather"):
+        with translate_torch_errors("a gather"):
             return _gather(tensor, group, self._device)
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
@@ -151,7 +151,7 @@ class ProcessGroupCollectives(Collectives):
         context = f"broadcast {next(self._messages)} of rank {src}"
         message = pack(value) if self.rank == src else b""
         signed = self._authenticator.sign(message, context) if self.rank == src else b""
-        with told("a broadcast"):
+        with translate_torch_errors("a broadcast"):
             arrived = broadcast_bytes(signed, src, self._message_device)
         if self.rank == src:
             raise_refusal(message)
@@ -162,7 +162,7 @@ class ProcessGroupCollectives(Collectives):
         """Return every rank's ``value`` on every rank, in rank order; nothing is pickled."""
         context = f"exchange {next(self._messages)} of rank"
         sent = self._authenticator.sign(pack(value), f"{context} {self.rank}")
-        with told("an exchange"):
+        with translate_torch_errors("an exchange"):
             arrived = gather_bytes(sent, self._message_device)
         messages = [self._authenticator.verify(each, f"{context} {rank}") for rank, each in enumerate(arrived)]
         return [unpack(message, self._device) for message in messages]
@@ -183,12 +183,12 @@ class ProcessGroupCollectives(Collectives):
             return flag
         return bool(self.all_reduce(torch.tensor(int(flag)), reduce_op="max").item())
 
-    def aside(self) -> AbstractContextManager[Coordinator]:
+    def side_channel(self) -> AbstractContextManager[Coordinator]:
         """Talk through the store the ranks met at, over another connection: one client serves one thread at a time."""
         if self._store is None:
             raise _not_connected()
         self._behind = self._behind or self._store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
-        name = f"aside/{next(self._lines)}"
+        name = f"side_channel/{next(self._lines)}"
         line = dist.PrefixStore(name, self._behind)
         return StoreExchange(
             line, self.rank, self.world_size, self._guard_timeout, authenticator=self._authenticator, name=name

@@ -75,7 +75,7 @@ class SingleCollectives(Collectives):
         """Return the flag."""
         return flag
 
-    def aside(self) -> contextlib.AbstractContextManager[Coordinator]:
+    def side_channel(self) -> contextlib.AbstractContextManager[Coordinator]:
         """Give itself: it holds nothing up."""
         return contextlib.nullcontext(self)
 

@@ -127,7 +127,7 @@ class StoreExchange:
         """Tell every rank whether any rank said ``True``."""
         return any(self.gather_objects(flag))
 
-    def aside(self) -> contextlib.AbstractContextManager[Self]:
+    def side_channel(self) -> contextlib.AbstractContextManager[Self]:
         """Give itself: it holds no training up."""
         return contextlib.nullcontext(self)
 

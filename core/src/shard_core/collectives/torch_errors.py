@@ -11,8 +11,8 @@ from shard_core.errors import CollectiveError
 
 
 @contextlib.contextmanager
-def told(what: str) -> Iterator[None]:
-    """Give a context for messages between ranks and nothing else: what torch raises there is about another rank.
+def translate_torch_errors(what: str) -> Iterator[None]:
+    """Translate what torch raises in messages between ranks, and nothing else is sent there: it is about another rank.
 
     Args:
         what: The kind of message, such as "a reduction".

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shard_core.fully_shard.units import Unit
 
 
-class KeptBack:
+class DeferredSync:
     """Notices units that keep gradients for a micro-batch in which they do not run.
 
     Torch sends what a unit has kept when its next backward sends something; a unit that is left out there sends
@@ -58,7 +58,7 @@ class KeptBack:
         return note
 
 
-class OutOfSight:
+class DeferredGradients:
     """Notices who throws gradients away while they wait where torch keeps them, which is not in ``.grad``.
 
     There is no way to reach them. From one micro-batch to the next zeros stand in ``.grad`` in their place.

@@ -33,7 +33,7 @@ def reshard(module: torch.nn.Module) -> None:
             part.reshard()
 
 
-class Entries:
+class EntryMethods:
     """Gathers the unit around a submodule that a user's method calls, and sees that its gradients are reduced.
 
     The engine does both around the forward of a unit. A method other than forward calls submodules one by one; each

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from shard_core.errors import SetupError
-from shard_core.fully_shard.deferred_sync import KeptBack, OutOfSight
-from shard_core.fully_shard.entry_methods import Entries, reshard
+from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
+from shard_core.fully_shard.entry_methods import EntryMethods, reshard
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_well
 from shard_core.fully_shard.units import Unit, num_bytes
 from shard_core.inference_mode import NoInferenceMode
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class FullySharding:
+class FullySharder:
     """Shards modules unit by unit and never holds one of them whole.
 
     A strategy holds one per run. Order of calls: ``recording`` around construction, ``shard``, then
@@ -75,8 +75,8 @@ class FullySharding:
         several = mesh.ndim == 2 and mesh.size(0) > 1
         self._deferred = deferred or ("all_reduce" if several else "all")
         self._replicas: weakref.WeakKeyDictionary[torch.nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
-        self._kept: weakref.WeakKeyDictionary[torch.nn.Module, KeptBack] = weakref.WeakKeyDictionary()
-        self._out_of_sight: weakref.WeakKeyDictionary[torch.nn.Module, OutOfSight] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[torch.nn.Module, DeferredSync] = weakref.WeakKeyDictionary()
+        self._out_of_sight: weakref.WeakKeyDictionary[torch.nn.Module, DeferredGradients] = weakref.WeakKeyDictionary()
         self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._recording: Recording | None = None
         self._leaves_parameters = False
@@ -143,10 +143,10 @@ class FullySharding:
             self._refuse_unset(module)
         self._replicas[module] = AveragedGradients(_whole(module, kept))
         if self._deferred == "all_reduce":
-            self._kept[module] = KeptBack(units)
+            self._kept[module] = DeferredSync(units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
-        self._out_of_sight[module] = OutOfSight(shards)
-        Entries(module, units)
+        self._out_of_sight[module] = DeferredGradients(shards)
+        EntryMethods(module, units)
         NoInferenceMode(module)
         module.register_load_state_dict_pre_hook(_take_whole_tensors)
         return units

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.launcher.failure import explain
 from shard_core.launcher.interface import Launcher
-from shard_core.launcher.loopback import only_this_host
+from shard_core.launcher.loopback import loopback_only
 from shard_core.launcher.pickling import check_importable, check_picklable, refuse_unguarded
 from shard_core.launcher.rank_call import RankCall, read_result, run_rank
 from shard_core.launcher.watch import Watch
@@ -81,7 +81,7 @@ class ElasticLauncher(Launcher):
 
         watch = Watch(call.folder, self.num_processes)
         try:
-            with _own_surroundings(self.num_processes), only_this_host(), watch:
+            with _own_surroundings(self.num_processes), loopback_only(), watch:
                 elastic_launch(self._config(call.folder), run_rank)(call)
         except ChildFailedError as error:
             seen = {rank: failure.exitcode for rank, failure in error.failures.items()}

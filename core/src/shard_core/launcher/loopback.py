@@ -15,7 +15,7 @@ _LOOPBACK_NAMES = ("lo", "lo0")
 
 
 @contextlib.contextmanager
-def only_this_host() -> Iterator[None]:
+def loopback_only() -> Iterator[None]:
     """Set what ranks started inside take from the environment, and put everything back; what a user has set stays.
 
     They get a secret by which each knows that a message comes from another, and gloo and NCCL are told to listen where

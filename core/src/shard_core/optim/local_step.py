@@ -22,7 +22,7 @@ _decided: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Mapping[st
 
 
 @contextlib.contextmanager
-def stepping_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def local_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let an optimizer step the plain tensors behind DTensors; a step inside costs no work on layouts.
 
     This holds for torch's own optimizers that work element by element. If all groups leave both ``fused`` and

@@ -7,10 +7,10 @@ from typing import Self
 
 from shard_core.errors import ShardError
 from shard_core.mesh import DataRanks
-from shard_core.strategy.checkpointing import Remembering
+from shard_core.strategy.checkpointing import StrategyCheckpointing
 
 
-class Strategy(Remembering):
+class Strategy(StrategyCheckpointing):
     """Trains modules on one kind of engine; the same calls give the same result on every other.
 
     Build it with ``get_strategy``; all arguments are keywords. Nothing is started before ``launch``,

@@ -10,20 +10,20 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from shard_core.checkpoint.all_ranks import together
+from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.interface import SaveHandle
-from shard_core.checkpoint.save.background_thread import run_aside
+from shard_core.checkpoint.save.background_thread import run_in_background
 from shard_core.errors import CollectiveError
 
 if TYPE_CHECKING:
     from shard_core.coordinator import Coordinator
 
 
-class SavesUnderWay:
+class AsyncSaves:
     """Lets one save at a time go on behind training; holds it until it is complete or the user knows of its failure."""
 
     def __init__(self) -> None:
-        self._save: _SaveUnderWay | None = None
+        self._save: _AsyncSave | None = None
 
     def watch(self, handle: SaveHandle, coordinator: Coordinator) -> SaveHandle:
         """Take charge of a save that was begun; every rank calls this.
@@ -38,7 +38,7 @@ class SavesUnderWay:
         done = handle.committed.done() and handle.committed.exception() is None
         if not coordinator.any_true(not done):
             return handle
-        save = _SaveUnderWay(handle)
+        save = _AsyncSave(handle)
         save.begin(coordinator)
         self._save = save
         return save.handle
@@ -63,7 +63,7 @@ class SavesUnderWay:
             save.settle()
 
 
-class _SaveUnderWay:
+class _AsyncSave:
     """One save, and when its failure is raised.
 
     The ranks learn of a failure at different moments, but must raise it at the same step: what follows are
@@ -84,7 +84,7 @@ class _SaveUnderWay:
 
     def begin(self, coordinator: Coordinator) -> None:
         """Watch it in a thread."""
-        run_aside(coordinator, self._watch, self._outcome, name="shard-save-watch")
+        run_in_background(coordinator, self._watch, self._outcome, name="shard-save-watch")
         _untold.add(self)
 
     def ends_before_step(self) -> bool:
@@ -109,7 +109,7 @@ class _SaveUnderWay:
 
     def _watch(self, others: Coordinator) -> None:
         try:
-            together(others, f"saving {str(self.handle.path)!r}", self._ended)
+            on_all_ranks(others, f"saving {str(self.handle.path)!r}", self._ended)
         except CollectiveError:
             self._last_step = 0  # the ranks can agree on nothing any more
             raise
@@ -152,7 +152,7 @@ class _Outcome(Future[None]):
         return failure
 
 
-_untold: set[_SaveUnderWay] = set()
+_untold: set[_AsyncSave] = set()
 
 
 def _tell_at_exit() -> None:

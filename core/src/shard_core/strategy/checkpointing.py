@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from shard_core.checkpoint.all_ranks import together
+from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.checks import check_filter, check_flag, check_storage_options
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.interop.load_weights import load_weights
 from shard_core.checkpoint.keys import OWN_KEYS, RANDOM_KEY
-from shard_core.checkpoint.state.app_state import Contents
+from shard_core.checkpoint.state.app_state import AppState
 from shard_core.checkpoint.storage.opening import check_path
 from shard_core.errors import CheckpointError, InvalidOption
 from shard_core.strategy.random_state import check_random_state, gather_random_state, generator_kept, take_up
-from shard_core.strategy.state_dict import Looking
+from shard_core.strategy.state_dict import StrategyStateDict
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.interface import LoadedCheckpoint
@@ -31,7 +31,7 @@ T = TypeVar("T")
 PRECISION_KEY = f"{OWN_KEYS}precision"
 
 
-class Remembering(Looking):
+class StrategyCheckpointing(StrategyStateDict):
     """Writes and reads checkpoints that every strategy and world size reads."""
 
     def save_checkpoint(
@@ -71,7 +71,7 @@ class Remembering(Looking):
         self._saves.settle()
         self.barrier(f"save_checkpoint of {path}")
 
-        def take_apart() -> tuple[Contents, dict[str, Any]]:
+        def take_apart() -> tuple[AppState, dict[str, Any]]:
             check_filter(filter)
             check_flag("blocking", blocking, or_none=True)
             check_storage_options(storage_options)
@@ -140,7 +140,7 @@ class Remembering(Looking):
         self._saves.settle()
         self.barrier(f"load_checkpoint of {path}")
 
-        def take_apart() -> Contents:
+        def take_apart() -> AppState:
             check_flag("strict", strict)
             check_storage_options(storage_options)
             return self._contents({} if state is None else state)
@@ -272,7 +272,7 @@ class Remembering(Looking):
             found = self.checkpoint_io.latest(folder, storage_options=storage_options)
             return None if found is None else (str(found), isinstance(found, Path))
 
-        found = together(self.collectives, f"looking for checkpoints in {str(folder)!r}", look)[0]
+        found = on_all_ranks(self.collectives, f"looking for checkpoints in {str(folder)!r}", look)[0]
         return None if found is None else Path(found[0]) if found[1] else found[0]
 
     def _random_state(self) -> dict[str, Any]:
@@ -295,10 +295,10 @@ class Remembering(Looking):
             check_path(path)
             prepared.append(prepare())
 
-        together(self.collectives, f"{doing} {str(path)!r}", phase)
+        on_all_ranks(self.collectives, f"{doing} {str(path)!r}", phase)
         return prepared[0]
 
-    def _contents(self, state: Mapping[str, Any]) -> Contents:
+    def _contents(self, state: Mapping[str, Any]) -> AppState:
         if not isinstance(state, Mapping):
             raise InvalidOption(f"state is of type {type(state).__name__}; it must be a dict, by keys of your choice.")
         for key in state:
@@ -312,4 +312,4 @@ class Remembering(Looking):
         }
         if self.precision.state_dict():
             unwrapped[PRECISION_KEY] = self.precision
-        return Contents(unwrapped)
+        return AppState(unwrapped)

@@ -12,7 +12,7 @@ from shard_core.collectives.interface import check_mean, reduce_op_named
 from shard_core.collectives.leaves import Leaves
 from shard_core.errors import CollectiveError, nearest
 from shard_core.mesh import DATA_AXIS
-from shard_core.strategy.step import Stepping
+from shard_core.strategy.step import StrategyStep
 from shard_core.structures import is_nested
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Talking(Stepping):
+class StrategyCollectives(StrategyStep):
     """Reduces, gathers and broadcasts; every rank makes the same calls in the same order."""
 
     @overload

@@ -19,7 +19,7 @@ from shard_core.options import check_names, options_of
 from shard_core.precision.build import build_precision
 from shard_core.randomness import seed_everything
 from shard_core.run_options import RunOptions
-from shard_core.strategy.async_saves import SavesUnderWay
+from shard_core.strategy.async_saves import AsyncSaves
 from shard_core.strategy.engine import Engine
 from shard_core.strategy.placement import Placement
 from shard_core.strategy.registry import Registry
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Starting(Engine):
+class StrategyLifecycle(Engine):
     """Holds the parts and brings up the ranks."""
 
     def __init__(self, *, info: StrategyInfo | None = None, **arguments: Any) -> None:
@@ -57,7 +57,7 @@ class Starting(Engine):
                 f"checkpoint_io is {self.checkpoint_io!r}; give a CheckpointIO, or None for the default."
             )
         self._registry = Registry()
-        self._saves = SavesUnderWay()
+        self._saves = AsyncSaves()
         self._placement: Placement | None = None
         self._mesh: DeviceMesh | None = None
         self._data = DataRanks(rank=0, size=1)

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.all_ranks import together
+from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.keys import name_in
 from shard_core.checkpoint.state.gather import full_tensors
 from shard_core.errors import CollectiveError
@@ -76,7 +76,7 @@ class PretrainedSaves:
                 with self._shown(self._as_stored(whole)):
                     written.append(original(*args, **kwargs))
 
-        together(self._collectives, METHOD, write)
+        on_all_ranks(self._collectives, METHOD, write)
         return written[0] if written else None
 
     def _meet(self) -> None:

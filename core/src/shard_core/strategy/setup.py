@@ -19,7 +19,7 @@ from shard_core.randomness import part_ways, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.forward import ForwardPrecision
 from shard_core.strategy.forward_only import ForwardOnly
-from shard_core.strategy.lifecycle import Starting
+from shard_core.strategy.lifecycle import StrategyLifecycle
 from shard_core.strategy.partial_state import PartialStateDict
 from shard_core.strategy.pretrained import PretrainedSaves
 from shard_core.strategy.registry import SetUpModule
@@ -27,7 +27,7 @@ from shard_core.strategy.registry import SetUpModule
 T = TypeVar("T")
 
 
-class Building(Starting):
+class StrategySetup(StrategyLifecycle):
     """Sets up modules, optimizers and data loaders."""
 
     @contextlib.contextmanager

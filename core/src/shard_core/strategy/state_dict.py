@@ -1,4 +1,4 @@
-"""Looking at what is spread over ranks."""
+"""StrategyStateDict at what is spread over ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.keys import OPTIMIZER, is_slot, name_in, slot_in
 from shard_core.checkpoint.state.gather import full_tensors
-from shard_core.strategy.collectives import Talking
+from shard_core.strategy.collectives import StrategyCollectives
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.state.training_state import TrainingState
 
 
-class Looking(Talking):
+class StrategyStateDict(StrategyCollectives):
     """Gives the weights and the optimizer state of a run, whole or as they stand on a rank."""
 
     def module_state_dict(self, module: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:

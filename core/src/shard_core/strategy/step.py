@@ -12,7 +12,7 @@ from shard_core.capability import Capability
 from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
 from shard_core.gradients import clip_norm, clip_values, total_norm
 from shard_core.options import check_names
-from shard_core.strategy.setup import Building
+from shard_core.strategy.setup import StrategySetup
 
 if TYPE_CHECKING:
     from shard_core.strategy.registry import SetUpModule
@@ -26,7 +26,7 @@ _NOT_EVERYWHERE = {
 }
 
 
-class Stepping(Building):
+class StrategyStep(StrategySetup):
     """Turns losses into steps, with the same meaning of a gradient on every engine."""
 
     def no_backward_sync(

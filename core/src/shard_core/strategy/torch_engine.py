@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shard_core.gradients import LocalGradient, local_gradients
-from shard_core.optim.local_step import stepping_shards
+from shard_core.optim.local_step import local_step
 from shard_core.strategy.engine import Engine
 
 if TYPE_CHECKING:
@@ -42,5 +42,5 @@ class TorchEngine(Engine):
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer, over plain shards where its parameters are DTensors."""
         # A closure runs the module, whose parameters are what they are.
-        with stepping_shards(optimizer) if closure is None else contextlib.nullcontext():
+        with local_step(optimizer) if closure is None else contextlib.nullcontext():
             optimizer.step(closure, **kwargs)

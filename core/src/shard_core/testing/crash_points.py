@@ -22,7 +22,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 Listing = dict[str, tuple[int, int, int]]
 
 
-class Deaths:
+class CrashPoints:
     """Copies a folder each time a process is about to change something in it.
 
     A process that is killed leaves behind what its file operations before that point made, so each copy is
@@ -74,7 +74,7 @@ class Deaths:
 
 
 @contextmanager
-def deaths(folder: Path, copies: Path) -> Iterator[Deaths]:
+def crash_points(folder: Path, copies: Path) -> Iterator[CrashPoints]:
     """Watch a folder while a block runs.
 
     Args:
@@ -84,7 +84,7 @@ def deaths(folder: Path, copies: Path) -> Iterator[Deaths]:
     Yields:
         What was found; complete after the block.
     """
-    watch = Deaths(folder, copies)
+    watch = CrashPoints(folder, copies)
     with _heard(watch.before, folder):
         yield watch
     watch.copy()

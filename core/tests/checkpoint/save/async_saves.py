@@ -14,7 +14,7 @@ from torch import nn
 
 from shard_core import get_strategy
 from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
-from shard_core.checkpoint.save.async_save import save_behind_training
+from shard_core.checkpoint.save.async_save import async_save
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 from shard_core.testing.training import set_up
 
@@ -52,7 +52,7 @@ class Held(CheckpointIO):
                 time.sleep(0.01)
             ShardedCheckpointIO().save(path, state, values, coordinator=others, **options)
 
-        return save_behind_training(path, state, values, coordinator, write)
+        return async_save(path, state, values, coordinator, write)
 
     def load(self, path: Any, state: Any, **options: Any) -> LoadedCheckpoint:
         return ShardedCheckpointIO().load(path, state, **options)

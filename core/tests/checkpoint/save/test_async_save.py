@@ -195,7 +195,7 @@ def test_what_no_checkpoint_can_hold_is_refused_at_once(tmp_path: Path) -> None:
 class Mute(SingleCollectives):
     """Collectives that talk in one thread only."""
 
-    aside = Collectives.aside
+    side_channel = Collectives.side_channel
 
 
 def test_collectives_that_cannot_talk_behind_training_say_so(tmp_path: Path) -> None:
@@ -235,6 +235,7 @@ def run(script: str, *arguments: object, **options: Any) -> subprocess.Completed
 
 
 _ENDS_AT_ONCE = """
+    import sys
     from pathlib import Path
     from async_saves import ready
     from shard_core import get_strategy

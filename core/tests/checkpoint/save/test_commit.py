@@ -18,7 +18,7 @@ from shard_core.checkpoint.inspection.verify import verify
 from shard_core.checkpoint.retention.removal import remove_leftovers
 from shard_core.checkpoint.retention.run_folder import run_entry
 from shard_core.checkpoint.save.commit import Attempt
-from shard_core.checkpoint.save.rank_index import decode_layout, decode_part, encode_part, index_of
+from shard_core.checkpoint.save.rank_index import decode_layout, decode_rank_index, encode_rank_index, index_of
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.checkpoint.storage.file_record import FileRecord
@@ -174,7 +174,7 @@ def test_boxes_that_do_not_tile_are_never_committed(tmp_path):
 
 def test_leftovers_of_an_attempt_that_died_are_never_taken_for_this_ones_nor_removed(tmp_path):
     dead = Attempt.begin(LocalFolder(tmp_path / "c"), 2)
-    names = {dead.part_file(1), dead.tensor_file("model", 1), dead.tensor_file("optim", 0)}
+    names = {dead.rank_index_file(1), dead.tensor_file("model", 1), dead.tensor_file("optim", 0)}
     for name in names:
         (tmp_path / "c" / name).write_bytes(b"stale")
     assert latest(tmp_path) is None
@@ -244,14 +244,14 @@ _FILE = {"path": "model-00000-of-00001.safetensors", "bytes": 64, "digest": "012
 def test_part_records_that_no_rank_writes_are_refused(about, sentence):
     text = about if isinstance(about, str) else json.dumps({**_ABOUT, **about})
     with pytest.raises(CheckpointError, match=re.escape(sentence)):
-        decode_part(_part_record(text), _ABOUT["attempt"])
+        decode_rank_index(_part_record(text), _ABOUT["attempt"])
 
 
 _ABOUT = {"attempt": "0123456789ab", "files": []}
 
 
 def _part_record(text: str) -> bytes:
-    columns = safetensors.numpy.load(encode_part("0123456789ab", index_of([], [], {})))
+    columns = safetensors.numpy.load(encode_rank_index("0123456789ab", index_of([], [], {})))
     return safetensors.numpy.save({**columns, "about": np.frombuffer(text.encode(), dtype=np.uint8)})
 
 
@@ -285,7 +285,7 @@ def test_layouts_that_no_rank_writes_are_refused(raw, sentence):
 
 
 def _layout() -> bytes:
-    return decode_part(encode_part("0123456789ab", index_of([], [], {})), "0123456789ab").layout
+    return decode_rank_index(encode_rank_index("0123456789ab", index_of([], [], {})), "0123456789ab").layout
 
 
 def test_part_records_that_are_not_what_their_rank_wrote_are_named(tmp_path):
@@ -312,5 +312,5 @@ def test_part_records_come_back(tmp_path):
         TensorRecord(key="model.x", dtype="U8", shape=()),
     ]
     index = index_of(tensors, [FileRecord(**_FILE)], {})
-    found = decode_part(encode_part("0123456789ab", index), "0123456789ab")
+    found = decode_rank_index(encode_rank_index("0123456789ab", index), "0123456789ab")
     assert (decode_layout(found.layout).tensors, tuple(found.files)) == (index.tensors, index.files)

@@ -10,8 +10,8 @@ import pytest
 from shard_core.checkpoint.format.box import Box, boxes_of_range
 from shard_core.checkpoint.format.chunk_index import Chunk, ChunkIndex, TensorRecord
 from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
-from shard_core.checkpoint.save.merge import merge_parts
-from shard_core.checkpoint.save.rank_index import Part, decode_part, encode_part, index_of
+from shard_core.checkpoint.save.merge import merge_rank_indexes
+from shard_core.checkpoint.save.rank_index import RankIndex, decode_rank_index, encode_rank_index, index_of
 from shard_core.checkpoint.storage.file_record import FileRecord
 from shard_core.errors import CheckpointError
 
@@ -19,8 +19,8 @@ _ATTEMPT = "0123456789ab"
 _SHAPES = [(), (0,), (7,), (5, 3), (5, 3), (2, 3, 4), (3 * BLOCK_BYTES,)]
 
 
-def _part(index: ChunkIndex) -> Part:
-    return decode_part(encode_part(_ATTEMPT, index), _ATTEMPT)
+def _part(index: ChunkIndex) -> RankIndex:
+    return decode_rank_index(encode_rank_index(_ATTEMPT, index), _ATTEMPT)
 
 
 def _written(rank: int, world_size: int, choose: random.Random) -> ChunkIndex:
@@ -48,7 +48,7 @@ def _written(rank: int, world_size: int, choose: random.Random) -> ChunkIndex:
 def test_every_ranks_chunks_are_in_the_index_in_the_order_of_ranks(world_size: int):
     choose = random.Random(world_size)
     parts = [_written(rank, world_size, choose) for rank in range(world_size)]
-    merged = merge_parts(map(_part, parts))
+    merged = merge_rank_indexes(map(_part, parts))
     merged.check_tiling()
     merged.check_places()
     assert merged.files == tuple(file for part in parts for file in part.files)
@@ -70,7 +70,7 @@ def test_every_ranks_chunks_are_in_the_index_in_the_order_of_ranks(world_size: i
 
 
 def test_tensors_cut_alike_share_one_description():
-    def rank_of(rank: int) -> Part:
+    def rank_of(rank: int) -> RankIndex:
         tensors = [TensorRecord(key=f"optim.{n}", dtype="F32", shape=(8, n % 2 + 1)) for n in range(100)]
         chunks = {
             tensor.key: [
@@ -86,7 +86,7 @@ def test_tensors_cut_alike_share_one_description():
             )
         )
 
-    merged = merge_parts(rank_of(rank) for rank in range(2))
+    merged = merge_rank_indexes(rank_of(rank) for rank in range(2))
     merged.check_tiling()
     merged.check_places()
     assert len(merged) == 200
@@ -94,13 +94,13 @@ def test_tensors_cut_alike_share_one_description():
 
 
 def test_ranks_that_disagree_about_a_tensor_are_refused():
-    def rank_of(shape: tuple[int, ...]) -> Part:
+    def rank_of(shape: tuple[int, ...]) -> RankIndex:
         tensor = TensorRecord(key="model.w", dtype="F32", shape=shape)
         return _part(index_of([tensor], [], {}))
 
     with pytest.raises(CheckpointError, match=r"rank 2 holds 'model\.w' as F32 of shape \(3,\), another rank as F32"):
-        merge_parts([rank_of((2,)), rank_of((2,)), rank_of((3,))])
+        merge_rank_indexes([rank_of((2,)), rank_of((2,)), rank_of((3,))])
 
 
 def test_no_rank_wrote_a_tensor():
-    assert len(merge_parts([_part(index_of([], [], {}))])) == 0
+    assert len(merge_rank_indexes([_part(index_of([], [], {}))])) == 0

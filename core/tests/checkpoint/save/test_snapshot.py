@@ -13,7 +13,7 @@ from fixtures.single_rank import state_of
 from torch import nn
 
 from shard_core.checkpoint.save.snapshot import Snapshot
-from shard_core.checkpoint.save.staging import HostCopies
+from shard_core.checkpoint.save.staging import Staging
 from shard_core.checkpoint.state.filtered import FilteredState
 from shard_core.checkpoint.state.shard import TensorShard
 from shard_core.checkpoint.state.tensor_state import TensorState
@@ -130,8 +130,8 @@ class Fetched(TensorState):
 def test_what_is_a_copy_already_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module, optimizer = stepped()
     live = FilteredState(Fetched({"model": module}, {"optimizer": optimizer}, rank=0, world_size=2), bool)
-    monkeypatch.setattr(HostCopies, "now", None)
-    monkeypatch.setattr(HostCopies, "later", None)
+    monkeypatch.setattr(Staging, "now", None)
+    monkeypatch.setattr(Staging, "later", None)
     snapshot = Snapshot(live, {}, rank=0)
     snapshot.take()
     snapshot.stage()
@@ -178,7 +178,7 @@ def test_it_takes_the_room_of_what_this_rank_saves_once(tmp_path: Path) -> None:
 
 def test_copies_stay_as_they_were() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
-    copies = HostCopies()
+    copies = Staging()
     now, later = copies.now(tensor), copies.later(tensor)
     copies.finish()
     tensor.zero_()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shard_core.checkpoint.storage.local import LocalFolder
-from shard_core.checkpoint.storage.tasks import SideBySide
+from shard_core.checkpoint.storage.tasks import Tasks
 
 
 def test_all_are_done_before_a_failure_is_raised() -> None:
@@ -25,7 +25,7 @@ def test_all_are_done_before_a_failure_is_raised() -> None:
         gate.wait(30)
         done.append("waited")
 
-    tasks = SideBySide()
+    tasks = Tasks()
     tasks.begin(wait)
     tasks.begin(fail)
     assert tasks.busy
@@ -39,10 +39,10 @@ def test_all_are_done_before_a_failure_is_raised() -> None:
 def test_a_process_about_to_exit_still_does_them() -> None:
     script = """
 import atexit
-from shard_core.checkpoint.storage.tasks import SideBySide
+from shard_core.checkpoint.storage.tasks import Tasks
 
 def drain():
-    tasks = SideBySide()
+    tasks = Tasks()
     tasks.begin(lambda: print("done"))
     tasks.wait()
 

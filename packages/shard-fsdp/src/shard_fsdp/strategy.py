@@ -10,7 +10,7 @@ from shard_core import Strategy
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption
-from shard_core.fully_shard.sharder import FullySharding
+from shard_core.fully_shard.sharder import FullySharder
 from shard_core.fully_shard.units import Unit, find_blocks, find_units, with_chosen
 from shard_core.strategy.torch_engine import TorchEngine
 from shard_fsdp.config import FSDPConfig
@@ -48,7 +48,7 @@ class FSDPStrategy(TorchEngine, Strategy):
     default_info = FSDP
     config_type = FSDPConfig
     config: FSDPConfig
-    _sharding: FullySharding
+    _sharding: FullySharder
     _by_hand: ManualUnits
 
     def engine_precision(self, precision: Precision) -> Precision:
@@ -68,7 +68,7 @@ class FSDPStrategy(TorchEngine, Strategy):
         config = self.config
         mesh = config.build_mesh(self.root_device.type, self.local_world_size, self.options.timeout)
         # Made on the rank it serves: what it holds cannot travel there with the strategy.
-        self._sharding = FullySharding(
+        self._sharding = FullySharder(
             mesh,
             self.collectives,
             units=self._units,

@@ -12,7 +12,7 @@ from shard_core import Strategy
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption, SetupError
-from shard_core.fully_shard.sharder import FullySharding
+from shard_core.fully_shard.sharder import FullySharder
 from shard_core.fully_shard.units import find_units
 from shard_core.gradients import local_gradients
 from shard_core.mesh import DATA_AXIS, MeshShape
@@ -50,7 +50,7 @@ class TPStrategy(TorchEngine, Strategy):
     default_info = TP
     config_type = TPConfig
     config: TPConfig
-    _sharding: FullySharding
+    _sharding: FullySharder
     _alike: Alike
     _modules: weakref.WeakSet[torch.nn.Module]
     _trusted: weakref.WeakSet[torch.optim.Optimizer]
@@ -80,7 +80,7 @@ class TPStrategy(TorchEngine, Strategy):
             tensor = self.local_world_size
         mesh = MeshShape({DATA_AXIS: data, TENSOR_AXIS: tensor}).build(self.root_device.type, self.options.timeout)
         # Made on the rank they serve: what they hold cannot travel there with the strategy.
-        self._sharding = FullySharding(
+        self._sharding = FullySharder(
             mesh[DATA_AXIS],
             self.collectives,
             units=functools.partial(find_units, unit_bytes=self.config.unit_bytes),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_core.collectives.torch_errors import told
+from shard_core.collectives.torch_errors import translate_torch_errors
 
 _KINDS = {
     "sum": dist.ReduceOp.SUM,
@@ -74,7 +74,7 @@ def all_reduce(kind: str, value: Any, scale: float = 1.0, groups: Any = None, **
     del groups, kwargs
     (host,) = _on_host([value])
     reduced = host.clone()
-    with told("a reduction of the engine's"):
+    with translate_torch_errors("a reduction of the engine's"):
         dist.all_reduce(reduced, _KINDS[kind])
     return (reduced * scale if scale != 1.0 else reduced).to(value.device)
 
@@ -142,13 +142,13 @@ def _exchanged(tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor
 
 def _gathered(row: torch.Tensor) -> torch.Tensor:
     rows = row.new_empty((dist.get_world_size(), row.shape[1]))
-    with told("a gather of parameters"):
+    with translate_torch_errors("a gather of parameters"):
         dist.all_gather_into_tensor(rows, row)
     return rows
 
 
 def _reduced(rows: torch.Tensor) -> torch.Tensor:
     row = rows.new_empty((1, rows.shape[1]))
-    with told("a reduction of gradients"):
+    with translate_torch_errors("a reduction of gradients"):
         dist.reduce_scatter_tensor(row, rows)
     return row

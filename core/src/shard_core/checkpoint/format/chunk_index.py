@@ -15,7 +15,7 @@ import safetensors.numpy
 from shard_core.checkpoint.format.dtypes import ITEM_SIZES
 from shard_core.checkpoint.format.ragged import starts
 from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
-from shard_core.checkpoint.format.tiling import Cut
+from shard_core.checkpoint.format.tiling import Tiling
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class ChunkIndex:
         return sizes
 
 
-def _cuts(tensors: Sequence[TensorRecord], columns: Columns) -> list[Cut]:
+def _cuts(tensors: Sequence[TensorRecord], columns: Columns) -> list[Tiling]:
     """Read how the tensors are cut.
 
     Raises:
@@ -234,7 +234,7 @@ def _cuts(tensors: Sequence[TensorRecord], columns: Columns) -> list[Cut]:
         if tensor.shape != shapes[cut]:
             raise CheckpointCorrupted(f"{tensor.key!r} is cut as only a tensor of another shape can be.")
     cuts = [
-        Cut(shape, *(columns[name][begin:end].reshape(count, len(shape)) for name in ("offsets", "sizes")))
+        Tiling(shape, *(columns[name][begin:end].reshape(count, len(shape)) for name in ("offsets", "sizes")))
         for shape, begin, end, count in zip(shapes, ends[:-1], ends[1:], counts.tolist(), strict=True)
     ]
     for cut, user in zip(cuts, users.tolist(), strict=True):

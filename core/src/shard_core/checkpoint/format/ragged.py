@@ -27,7 +27,7 @@ class Piece:
         self.place_in_piece = ranges(np.zeros(len(lengths), dtype=np.int64), lengths)
 
 
-class Runs:
+class RaggedColumn:
     """The runs of a column, one after another, each as long as all its pieces together.
 
     Args:
@@ -39,7 +39,7 @@ class Runs:
 
     Example:
         >>> piece = Piece(np.array([0, 2]), np.array([1, 2]))
-        >>> runs = Runs(3, [(piece, 2)])
+        >>> runs = RaggedColumn(3, [(piece, 2)])
         >>> [runs.add(piece).tolist() for _ in range(2)]
         [[0, 2, 3], [1, 4, 5]]
     """

@@ -11,7 +11,7 @@ from shard_core.checkpoint.format.box import Box, Integers, tiling_flaw
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cut:
+class Tiling:
     """The boxes of any tensor of one shape.
 
     Attributes:
@@ -20,7 +20,7 @@ class Cut:
         sizes: Likewise.
 
     Example:
-        >>> Cut((4,), np.array([[0], [3]]), np.array([[3], [1]])).overlaps(Box((2,), (2,)))
+        >>> Tiling((4,), np.array([[0], [3]]), np.array([[3], [1]])).overlaps(Box((2,), (2,)))
         ((0, Box(offsets=(2,), sizes=(1,))), (1, Box(offsets=(3,), sizes=(1,))))
     """
 

@@ -26,7 +26,7 @@ _ZIP = b"PK\x03\x04"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributedFolder(Weights):
+class DCPFolder(Weights):
     """The tensors of one state dict in a folder of ``torch.distributed.checkpoint``.
 
     A chunk is what one rank has saved of a tensor; one is read as a whole, and one at a time is held in memory.
@@ -85,11 +85,11 @@ class DistributedFolder(Weights):
     @contextlib.contextmanager
     def opened(self, source: Source) -> Iterator[Reader]:
         """Look for chunks when they are asked for."""
-        yield _DistributedReader(self, source)
+        yield _DCPReader(self, source)
 
 
-class _DistributedReader(Reader):
-    def __init__(self, weights: DistributedFolder, source: Source) -> None:
+class _DCPReader(Reader):
+    def __init__(self, weights: DCPFolder, source: Source) -> None:
         self._weights = weights
         self._source = source
         # The chunk that was read last: a rank may need several boxes of one, one after another.

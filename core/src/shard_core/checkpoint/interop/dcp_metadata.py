@@ -41,7 +41,7 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributedMetadata:
+class DCPMetadata:
     """What is in the folder.
 
     Attributes:
@@ -53,7 +53,7 @@ class DistributedMetadata:
     chunks: Mapping[Place, tuple[Chunk, ...]]
 
 
-def read_metadata(path: Path) -> DistributedMetadata:
+def read_metadata(path: Path) -> DCPMetadata:
     """Read the file of metadata of a folder.
 
     Raises:
@@ -86,7 +86,7 @@ class _Decoder:
         self._places = {name: _place(path) for name, path in (metadata.get("planner_data") or {}).items()}
         self._bytes = dict(self._locations(metadata["storage_data"]))
 
-    def decode(self) -> DistributedMetadata:
+    def decode(self) -> DCPMetadata:
         entries: dict[Place, Layout | str] = {}
         chunks: dict[Place, tuple[Chunk, ...]] = {}
         for name, record in self._stored.items():
@@ -99,7 +99,7 @@ class _Decoder:
             chunks[place] = tuple(self._chunk(name, _state(each, "ChunkStorageMetadata")) for each in state["chunks"])
             entries[place] = layout
             self._check_tiling(name, layout, chunks[place])
-        return DistributedMetadata(entries=entries, chunks=chunks)
+        return DCPMetadata(entries=entries, chunks=chunks)
 
     def _locations(self, storage: Mapping[Record, Record]) -> Iterator[tuple[tuple[str, tuple[int, ...]], Any]]:
         for index, info in storage.items():

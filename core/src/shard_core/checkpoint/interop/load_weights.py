@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.all_ranks import check_same_path, together
+from shard_core.checkpoint.all_ranks import check_same_path, on_all_ranks
 from shard_core.checkpoint.checks import check_flag, check_key, check_names, check_storage_options
 from shard_core.checkpoint.format.foreign_files import INDEX_SUFFIX
 from shard_core.checkpoint.interop.mismatch import Findings, Names, WeightsComparison, fill
@@ -78,18 +78,18 @@ def load_weights(
 
     sources: list[Source] = []
     with contextlib.ExitStack() as stack:
-        answers = together(coordinator, doing, lambda: look(stack))
+        answers = on_all_ranks(coordinator, doing, lambda: look(stack))
         check_same_path([given for given, _ in answers])
         found = answers[0][1]
         assert found is not None  # rank 0 has found some
         kind, plain, files = found
         listed = [Listed(name=name, bytes=length) for name, length in files]
         load = _Load(received_weights(kind, plain), listed, sources[0], state, names=names, cast=cast)
-        each = together(coordinator, doing, lambda: load.compare(coordinator.rank, stack).to_plain())
+        each = on_all_ranks(coordinator, doing, lambda: load.compare(coordinator.rank, stack).to_plain())
         findings = Findings.joint([Findings.from_plain(*plain) for plain in each])
         if findings.differences and strict:
             raise CheckpointMismatch(_sentence(os.fspath(path), findings.differences))
-        together(coordinator, doing, lambda: load.fill(findings))
+        on_all_ranks(coordinator, doing, lambda: load.fill(findings))
     return findings.differences
 
 

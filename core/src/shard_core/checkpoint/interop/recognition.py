@@ -44,7 +44,7 @@ def find_weights(source: Source, key: str | None) -> Weights:
         CheckpointCorrupted: If the files are damaged, or hold what would have to be executed.
         InvalidOption: If it must be said which state dict, or which file, is meant.
     """
-    from shard_core.checkpoint.interop.dcp import DistributedFolder
+    from shard_core.checkpoint.interop.dcp import DCPFolder
     from shard_core.checkpoint.interop.safetensors_files import SafetensorsFiles
     from shard_core.checkpoint.interop.torch_file import TorchFile
 
@@ -53,7 +53,7 @@ def find_weights(source: Source, key: str | None) -> Weights:
     if LocalFolder(path).holds(MANIFEST_NAME):
         raise CheckpointError(f"{str(path)!r} is a checkpoint of Shard's own; load_checkpoint() loads it.")
     if is_distributed(path):
-        return DistributedFolder.of(source, path / METADATA_NAME, key)
+        return DCPFolder.of(source, path / METADATA_NAME, key)
     if path.is_file() and is_zip(path):
         return TorchFile.of(source, key)
     file = _safetensors(path)
@@ -75,11 +75,11 @@ def received_weights(kind: str, plain: Mapping[str, Any]) -> Weights:
         kind: The name of their class.
         plain: What their ``to_plain`` returned.
     """
-    from shard_core.checkpoint.interop.dcp import DistributedFolder
+    from shard_core.checkpoint.interop.dcp import DCPFolder
     from shard_core.checkpoint.interop.safetensors_files import SafetensorsFiles
     from shard_core.checkpoint.interop.torch_file import TorchFile
 
-    kinds: dict[str, type[Weights]] = {each.__name__: each for each in (DistributedFolder, SafetensorsFiles, TorchFile)}
+    kinds: dict[str, type[Weights]] = {each.__name__: each for each in (DCPFolder, SafetensorsFiles, TorchFile)}
     return kinds[kind].from_plain(plain)
 
 

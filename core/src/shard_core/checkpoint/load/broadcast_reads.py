@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from shard_core.checkpoint.all_ranks import together
+from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.format.ragged import starts
-from shard_core.checkpoint.storage.batches import portions
+from shard_core.checkpoint.storage.batches import batched
 from shard_core.checkpoint.storage.reads import FileRange
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class _Shared:
         return self.range.stop - self.range.start
 
 
-def hand_on(reads: FileReads, wanted: Sequence[FileRange], coordinator: Coordinator, doing: str) -> None:
+def broadcast_reads(reads: FileReads, wanted: Sequence[FileRange], coordinator: Coordinator, doing: str) -> None:
     """Bring what many ranks want, each range on one rank alone; every rank calls this.
 
     What is handed on reaches all ranks, so this is done with what at least half of them want: all of what replicas of a
@@ -52,16 +52,16 @@ def hand_on(reads: FileReads, wanted: Sequence[FileRange], coordinator: Coordina
     """
     mine = set(wanted)
     table = np.array(sorted(mine), dtype=np.int64).reshape(-1, len(FileRange._fields))
-    for group in portions(_shared(coordinator.gather_objects(table)), len, _BYTES_AT_ONCE):
+    for group in batched(_shared(coordinator.gather_objects(table)), len, _BYTES_AT_ONCE):
         own = [each.range for each in group if each.reader == coordinator.rank]
-        together(coordinator, doing, functools.partial(reads.bring, own))
+        on_all_ranks(coordinator, doing, functools.partial(reads.bring, own))
         brought: dict[FileRange, bytes] = {}
         for reader in sorted({each.reader for each in group}):
             data = [reads.file(each.file).read(each.start, each.stop) for each in own]
             handed = coordinator.broadcast_object(data if reader == coordinator.rank else [], src=reader)
             brought.update(zip((each.range for each in group if each.reader == reader), handed, strict=True))
         kept = {each: data for each, data in brought.items() if each in mine and each not in own}
-        together(coordinator, doing, functools.partial(reads.keep, kept))
+        on_all_ranks(coordinator, doing, functools.partial(reads.keep, kept))
 
 
 def _shared(tables: Sequence[npt.NDArray[np.int64]]) -> Iterator[_Shared]:

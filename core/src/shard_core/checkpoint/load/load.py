@@ -16,7 +16,7 @@ from shard_core.checkpoint.format.reader import Read, TensorReader
 from shard_core.checkpoint.format.values import decode
 from shard_core.checkpoint.interface import LoadedCheckpoint
 from shard_core.checkpoint.keys import VALUE, is_slot
-from shard_core.checkpoint.load.broadcast_reads import hand_on
+from shard_core.checkpoint.load.broadcast_reads import broadcast_reads
 from shard_core.checkpoint.load.matching import match_modules, saved_optimizers
 from shard_core.checkpoint.load.mismatch import (
     TensorComparison,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shard_core.coordinator import Coordinator
 
 
-class Restoration:
+class ShardedLoad:
     """Brings a checkpoint into a state, in the order of its methods; every rank calls each.
 
     Only ``fill`` changes the state.
@@ -92,9 +92,9 @@ class Restoration:
                 f"nothing was changed (strict=False loads what fits):\n{listing(self._differences)}"
             )
 
-    def hand_on(self, coordinator: Coordinator, doing: str) -> None:
-        """Bring what several ranks are about to read on one of them and broadcast it; see ``hand_on``."""
-        hand_on(self._reader.files, self._reader.ranges(self._reads()), coordinator, doing)
+    def broadcast_reads(self, coordinator: Coordinator, doing: str) -> None:
+        """Bring what several ranks are about to read on one of them and broadcast it; see ``broadcast_reads``."""
+        broadcast_reads(self._reader.files, self._reader.ranges(self._reads()), coordinator, doing)
 
     def verify(self) -> None:
         """Verify the digests of what will be read, read the values, and prove that all can be filled.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.all_ranks import together
+from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.interface import SaveHandle
-from shard_core.checkpoint.save.background_thread import run_aside
+from shard_core.checkpoint.save.background_thread import run_in_background
 from shard_core.checkpoint.save.host_memory import Room, crowded_host, room_for
 from shard_core.checkpoint.save.snapshot import Snapshot
 from shard_core.checkpoint.storage.opening import named
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shard_core.coordinator import Coordinator
 
 
-def save_behind_training(
+def async_save(
     path: str | os.PathLike[str],
     state: TrainingState,
     values: Mapping[str, Any],
@@ -56,7 +56,7 @@ def save_behind_training(
         room = room_for(taken[0].bytes)
         return room.host, room.wanted, room.available
 
-    crowded = crowded_host([Room(*each) for each in together(coordinator, doing, describe)])
+    crowded = crowded_host([Room(*each) for each in on_all_ranks(coordinator, doing, describe)])
     if crowded is not None:
         if coordinator.rank == 0:
             warnings.warn(
@@ -66,7 +66,7 @@ def save_behind_training(
             )
         write(taken[0], taken[0].values, coordinator)
         return SaveHandle.finished(path)
-    together(coordinator, doing, taken[0].take)
+    on_all_ranks(coordinator, doing, taken[0].take)
 
     def save(others: Coordinator) -> None:
         snapshot = taken.pop()
@@ -77,8 +77,8 @@ def save_behind_training(
             finally:
                 handle.staged.set_result(None)
 
-        together(others, doing, stage)
+        on_all_ranks(others, doing, stage)
         write(snapshot, snapshot.values, others)
 
-    run_aside(coordinator, save, handle.committed, name="shard-save")
+    run_in_background(coordinator, save, handle.committed, name="shard-save")
     return handle

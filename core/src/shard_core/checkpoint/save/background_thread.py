@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shard_core.coordinator import Coordinator
 
 
-def run_aside(
+def run_in_background(
     coordinator: Coordinator, task: Callable[[Coordinator], None], outcome: Future[None], *, name: str
 ) -> None:
     """Start a task in a thread; every rank calls this at the same point.
@@ -31,7 +31,7 @@ def run_aside(
     """
     line = contextlib.ExitStack()
     # Entered here: a process that is about to exit may start no further threads, and a line may need one.
-    others = line.enter_context(coordinator.aside())
+    others = line.enter_context(coordinator.side_channel())
 
     def run() -> None:
         try:

@@ -32,7 +32,7 @@ from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointOv
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.interface import Folder
-    from shard_core.checkpoint.storage.tasks import SideBySide
+    from shard_core.checkpoint.storage.tasks import Tasks
 
 #: How often a folder is made that others remove as soon as it is empty.
 _TRIES = 100
@@ -114,11 +114,11 @@ class Attempt:
         """Name a file that rank 0 writes for all."""
         return f"{kind}{self._suffix}.safetensors"
 
-    def part_file(self, rank: int) -> str:
+    def rank_index_file(self, rank: int) -> str:
         """Name the file in which a rank tells what it wrote."""
         return f"part-{rank:05d}-of-{self.world_size:05d}-{self.identity}.safetensors"
 
-    def write_index(self, raw: bytes, finishing: SideBySide) -> FileRecord:
+    def write_index(self, raw: bytes, finishing: Tasks) -> FileRecord:
         """Write the index of chunks.
 
         Args:
@@ -197,7 +197,7 @@ class Attempt:
     def _written_by(self, ranks: Iterable[int]) -> set[str]:
         names = set()
         for rank in ranks:
-            names |= {self.part_file(rank), *(self.tensor_file(kind, rank) for kind in KINDS)}
+            names |= {self.rank_index_file(rank), *(self.tensor_file(kind, rank) for kind in KINDS)}
             if rank == 0:
                 names |= {self._new_manifest, self.single_file("index"), self.single_file("checkpoint")}
                 names.add(f"index-{self.identity}.safetensors")

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_core.checkpoint.format.chunk_index import COLUMNS, ChunkIndex, Columns, TensorRecord
-from shard_core.checkpoint.format.ragged import Piece, Runs, ranges, starts
-from shard_core.checkpoint.save.rank_index import Layout, Part, decode_layout
+from shard_core.checkpoint.format.ragged import Piece, RaggedColumn, ranges, starts
+from shard_core.checkpoint.save.rank_index import Layout, RankIndex, decode_layout
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.storage.file_record import FileRecord
 
 
-def merge_parts(parts: Iterable[Part]) -> ChunkIndex:
+def merge_rank_indexes(parts: Iterable[RankIndex]) -> ChunkIndex:
     """Join what all ranks wrote into one index.
 
     Args:
@@ -42,7 +42,7 @@ class _Rank(NamedTuple):
 class _Merger:
     """One merge: layouts that many ranks share are worked out once, then each rank's values go where they belong."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[RankIndex]) -> None:
         self._files: list[FileRecord] = []
         self._ranks: list[_Rank] = []
         numbers: dict[bytes, int] = {}
@@ -63,9 +63,9 @@ class _Merger:
         cut, users = self._cut(places)
         placements = [_Placement(layout, place, cut) for layout, place in zip(self._layouts, places, strict=True)]
         times = np.bincount([rank.layout for rank in self._ranks], minlength=len(placements)).tolist()
-        chunks = Runs(len(cut), zip((each.chunks for each in placements), times, strict=True))
-        digests = Runs(len(cut), zip((each.digests for each in placements), times, strict=True))
-        extents = Runs(len(users), zip((each.extents for each in placements), times, strict=True))
+        chunks = RaggedColumn(len(cut), zip((each.chunks for each in placements), times, strict=True))
+        digests = RaggedColumn(len(cut), zip((each.digests for each in placements), times, strict=True))
+        extents = RaggedColumn(len(users), zip((each.extents for each in placements), times, strict=True))
         room = {"file": chunks, "begin": chunks, "digests": digests, "offsets": extents, "sizes": extents}
         columns: Columns = {name: np.empty(len(runs), dtype=COLUMNS[name]) for name, runs in room.items()}
         columns |= {"cut": cut, "rows": starts(chunks.lengths[users])}

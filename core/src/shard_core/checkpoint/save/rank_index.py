@@ -32,7 +32,7 @@ _OF_LAYOUT = {name: kind for name, kind in COLUMNS.items() if name not in _OWN} 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class RankIndex:
     """A part record, decoded no further than it takes to join it with others.
 
     Attributes:
@@ -89,7 +89,7 @@ def index_of(
     return ChunkIndex(tensors, files, {name: np.asarray(columns[name], dtype=kind) for name, kind in COLUMNS.items()})
 
 
-def encode_part(attempt: str, index: ChunkIndex) -> bytes:
+def encode_rank_index(attempt: str, index: ChunkIndex) -> bytes:
     """Encode an index with its tensors and files, for the rank that commits.
 
     Args:
@@ -106,8 +106,8 @@ def encode_part(attempt: str, index: ChunkIndex) -> bytes:
     return safetensors.numpy.save({**{name: index.columns[name] for name in _OWN}, **packed})
 
 
-def decode_part(raw: bytes, attempt: str) -> Part:
-    """Decode what ``encode_part`` encoded.
+def decode_rank_index(raw: bytes, attempt: str) -> RankIndex:
+    """Decode what ``encode_rank_index`` encoded.
 
     Raises:
         CheckpointError: If it is part of another save.
@@ -119,7 +119,7 @@ def decode_part(raw: bytes, attempt: str) -> Part:
         raise CheckpointError(f"a part record belongs to save {about.text('attempt')}, not to {attempt}.")
     files = [read_file(file) for file in about.listed("files")]
     own = {name: columns[name] for name in _OWN}
-    return Part(layout=columns[_LAYOUT].tobytes(), files=files, **own)
+    return RankIndex(layout=columns[_LAYOUT].tobytes(), files=files, **own)
 
 
 def decode_layout(raw: bytes) -> Layout:

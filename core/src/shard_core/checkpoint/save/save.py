@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.all_ranks import check_same_path, together
+from shard_core.checkpoint.all_ranks import check_same_path, on_all_ranks
 from shard_core.checkpoint.format.folder import next_sequence
 from shard_core.checkpoint.format.manifest import Manifest
 from shard_core.checkpoint.format.values import encode, encode_scalar
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.save.commit import Attempt
-from shard_core.checkpoint.save.writer import check_lengths, gather_parts, value_shards, write_full, write_rank
+from shard_core.checkpoint.save.writer import check_lengths, gather_rank_indexes, value_shards, write_full, write_rank
 from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.checkpoint.storage.opening import open_folder
-from shard_core.checkpoint.storage.tasks import SideBySide
+from shard_core.checkpoint.storage.tasks import Tasks
 from shard_core.errors import CheckpointError, ShardError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ShardedSave:
         self._shards: list[TensorShard] = []
         self._about: dict[str, Any] = {}
         self._parts: list[str] = []
-        self._finishing = SideBySide()
+        self._finishing = Tasks()
 
     def begin(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
         """Find out what is to be written; then rank 0 makes the folder, and the others see that it is theirs too."""
@@ -67,13 +67,13 @@ class ShardedSave:
             if coordinator.rank != 0:
                 self._attempt.check_shared()
 
-        check_same_path(together(coordinator, self._doing, describe))
+        check_same_path(on_all_ranks(coordinator, self._doing, describe))
         folder = open_folder(self._path, self._storage_options)
-        identity, plain = together(coordinator, self._doing, make_folder)[0]
+        identity, plain = on_all_ranks(coordinator, self._doing, make_folder)[0]
         if coordinator.rank != 0:
             self._attempt = Attempt(identity=identity, folder=folder, world_size=coordinator.world_size, plain=plain)
         try:
-            together(coordinator, self._doing, check_shared)
+            on_all_ranks(coordinator, self._doing, check_shared)
         except BaseException:
             if coordinator.rank == 0:
                 self._attempt.discard([0])
@@ -88,7 +88,7 @@ class ShardedSave:
             return write_rank(self._attempt, rank, self._shards, self._finishing)
 
         try:
-            self._parts = together(self._coordinator, self._doing, write)
+            self._parts = on_all_ranks(self._coordinator, self._doing, write)
         except CheckpointError:
             self._give_up()
             raise
@@ -99,13 +99,13 @@ class ShardedSave:
 
         def finish() -> None:
             if rank == 0:
-                self._index = gather_parts(self._attempt, self._parts)
+                self._index = gather_rank_indexes(self._attempt, self._parts)
                 if self._form == "sharded":
                     self._write_manifest(self._index)
             self._finishing.wait()
 
         try:
-            together(self._coordinator, self._doing, finish)
+            on_all_ranks(self._coordinator, self._doing, finish)
         except CheckpointError:
             self._give_up()
             raise
@@ -124,7 +124,7 @@ class ShardedSave:
                     # Before the others go on: they may next meet where nobody waits long for rank 0.
                     committed(self._attempt.folder)
 
-        together(self._coordinator, self._doing, publish)
+        on_all_ranks(self._coordinator, self._doing, publish)
         return SaveHandle.finished(self._attempt.folder.path)
 
     def _describe(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from shard_core._versions import version_of
 from shard_core.checkpoint.format.json_fields import Fields
 from shard_core.checkpoint.format.values import decode
-from shard_core.checkpoint.save.staging import HostCopies
+from shard_core.checkpoint.save.staging import Staging
 from shard_core.checkpoint.save.writer import value_shards
 from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
 from shard_core.checkpoint.state.training_state import Slot, TrainingState
@@ -39,7 +39,7 @@ class Snapshot(TrainingState):
     """
 
     def __init__(self, state: TrainingState, values: Mapping[str, Any], *, rank: int) -> None:
-        self._copies = HostCopies()
+        self._copies = Staging()
         encoded, tensors = value_shards(values, write=rank == 0)
         views = {shard.key: self._taken(shard).view for shard in tensors}
         self.values: dict[str, Any] = {name: decode(value, views.__getitem__) for name, value in encoded.items()}

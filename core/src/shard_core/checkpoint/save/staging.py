@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class HostCopies:
+class Staging:
     """Copies what may change soon at once, and the rest when training has gone on.
 
     On CUDA all copies go to pinned memory: those made at once in the order of training's own work, the others on a
@@ -13,7 +13,7 @@ class HostCopies:
 
     Example:
         >>> weight = torch.ones(2)
-        >>> copies = HostCopies()
+        >>> copies = Staging()
         >>> first = copies.now(weight)
         >>> copies.finish()
         >>> weight.zero_(), first

@@ -16,8 +16,8 @@ from shard_core.checkpoint.format.reader import TensorReader
 from shard_core.checkpoint.format.safetensors_file import Entry, TensorFileWriter
 from shard_core.checkpoint.format.values import encode
 from shard_core.checkpoint.keys import KINDS, VALUE
-from shard_core.checkpoint.save.merge import merge_parts
-from shard_core.checkpoint.save.rank_index import Part, decode_part, encode_part, index_of
+from shard_core.checkpoint.save.merge import merge_rank_indexes
+from shard_core.checkpoint.save.rank_index import RankIndex, decode_rank_index, encode_rank_index, index_of
 from shard_core.checkpoint.state.ownership import check_values
 from shard_core.checkpoint.state.shard import TensorShard
 from shard_core.errors import CheckpointCorrupted, CheckpointError
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.format.values import JSON
     from shard_core.checkpoint.save.commit import Attempt
     from shard_core.checkpoint.storage.file_record import FileRecord
-    from shard_core.checkpoint.storage.tasks import SideBySide
+    from shard_core.checkpoint.storage.tasks import Tasks
 
 
 def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, JSON], list[TensorShard]]:
-    """Part the user's values into JSON and tensors.
+    """RankIndex the user's values into JSON and tensors.
 
     Args:
         values: By the user's names.
@@ -64,7 +64,7 @@ def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, J
     return {name: encode(value, name, keep) for name, value in values.items()}, list(shards.values())
 
 
-def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard], finishing: SideBySide) -> str:
+def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard], finishing: Tasks) -> str:
     """Write what this rank owns, and leave a part record.
 
     Args:
@@ -103,12 +103,12 @@ def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard], finis
             finishing.begin(writer.complete)
     index = index_of(tensors.values(), files, chunks)
     index.check_places()  # on every rank that of its own files, so that rank 0 need not look at the chunks of all
-    part = encode_part(attempt.identity, index)
-    attempt.folder.write(attempt.part_file(rank), part, durable=False)
+    part = encode_rank_index(attempt.identity, index)
+    attempt.folder.write(attempt.rank_index_file(rank), part, durable=False)
     return xxhash.xxh3_64_hexdigest(part)
 
 
-def gather_parts(attempt: Attempt, digests: Sequence[str]) -> ChunkIndex:
+def gather_rank_indexes(attempt: Attempt, digests: Sequence[str]) -> ChunkIndex:
     """Join the parts of all ranks; rank 0 alone.
 
     Args:
@@ -118,7 +118,7 @@ def gather_parts(attempt: Attempt, digests: Sequence[str]) -> ChunkIndex:
     Raises:
         CheckpointError: If a part is not to be seen from here, or the boxes do not tile every tensor.
     """
-    index = merge_parts(_parts(attempt, digests))
+    index = merge_rank_indexes(_parts(attempt, digests))
     try:
         index.check_tiling()
     except CheckpointCorrupted as error:
@@ -144,8 +144,8 @@ def check_lengths(attempt: Attempt, index: ChunkIndex) -> None:
             raise CheckpointError(f"{file.path!r} has {length} bytes where its rank wrote {file.bytes}.")
 
 
-def _parts(attempt: Attempt, digests: Sequence[str]) -> Iterator[Part]:
-    raws = attempt.folder.read_each([attempt.part_file(rank) for rank in range(attempt.world_size)])
+def _parts(attempt: Attempt, digests: Sequence[str]) -> Iterator[RankIndex]:
+    raws = attempt.folder.read_each([attempt.rank_index_file(rank) for rank in range(attempt.world_size)])
     for rank, digest in enumerate(digests):
         try:
             raw = next(raws)
@@ -156,7 +156,7 @@ def _parts(attempt: Attempt, digests: Sequence[str]) -> Iterator[Part]:
                 f"rank 0 does not see what rank {rank} wrote into {str(attempt.folder)!r}; the folder must be one that "
                 "the hosts of all ranks share."
             ) from error
-        yield decode_part(raw, attempt.identity)
+        yield decode_rank_index(raw, attempt.identity)
 
 
 def write_full(attempt: Attempt, index: ChunkIndex) -> ChunkIndex:

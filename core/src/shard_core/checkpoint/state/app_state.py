@@ -30,14 +30,14 @@ class KeptAsModule(Protocol):
         """A module that has the tensors."""
 
 
-class Contents:
+class AppState:
     """A user's state dict taken apart.
 
     Args:
         state: Modules, optimizers, stateful objects and plain values by the user's keys.
 
     Example:
-        >>> contents = Contents({"model": torch.nn.Linear(1, 1), "step": 3})
+        >>> contents = AppState({"model": torch.nn.Linear(1, 1), "step": 3})
         >>> list(contents.modules), contents.values()
         (['model'], {'step': 3})
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shard_core.checkpoint.storage.batches import portions
+from shard_core.checkpoint.storage.batches import batched
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.state.training_state import TrainingState
@@ -46,7 +46,7 @@ def full_tensors(
     for name, stored in state.aliases().items():
         tied.setdefault(stored, []).append(name)
     lengths = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in known.items()}
-    for keys in portions(known, lengths.__getitem__, _BYTES_AT_ONCE):
+    for keys in batched(known, lengths.__getitem__, _BYTES_AT_ONCE):
         # Copied: a view that is sent takes with it all it is a view of.
         mine = {key: [(at, view.detach().to("cpu", copy=True)) for at, view in parts.get(key, ())] for key in keys}
         gathered = coordinator.gather_objects(mine)

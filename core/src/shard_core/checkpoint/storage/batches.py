@@ -1,4 +1,4 @@
-"""Dividing what is to be moved into portions that memory has room for."""
+"""Dividing what is to be moved into batched that memory has room for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def portions(items: Iterable[T], length: Callable[[T], int], most: int) -> Iterator[list[T]]:
+def batched(items: Iterable[T], length: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Part items into lists that are not longer than asked for together; an item that alone is longer stands alone.
 
     Args:
@@ -17,7 +17,7 @@ def portions(items: Iterable[T], length: Callable[[T], int], most: int) -> Itera
         most: How long those of one list may be together.
 
     Example:
-        >>> list(portions(["ab", "c", "defg", "h"], len, 3))
+        >>> list(batched(["ab", "c", "defg", "h"], len, 3))
         [['ab', 'c'], ['defg'], ['h']]
     """
     portion: list[T] = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _REQUEST_BYTES = 1 << 23
 
 
-class FetchedReads(FileReads):
+class CachedReads(FileReads):
     """Anonymous local files, as long as the objects, with holes where nothing was brought.
 
     Neither memory nor disk holds more than was brought and not yet let go, and a process that dies leaves nothing.

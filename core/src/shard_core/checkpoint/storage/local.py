@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
 from shard_core.checkpoint.storage.locking import LOCK_NAME, locked
 from shard_core.checkpoint.storage.reads import FileRange, FileReads, OpenedFile
-from shard_core.checkpoint.storage.tasks import SideBySide
+from shard_core.checkpoint.storage.tasks import Tasks
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class _NewLocalFile(NewFile):
         path.unlink(missing_ok=True)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._waiting = 0
-        self._flushes = SideBySide()
+        self._flushes = Tasks()
 
     def write(self, data: memoryview) -> None:
         self._waiting += len(data)

@@ -127,9 +127,9 @@ class RemoteFolder(Folder):
 
     def reads(self, records: Sequence[FileRecord]) -> FileReads:
         """Return objects that a manifest names, to read from; bytes go through anonymous local files."""
-        from shard_core.checkpoint.storage.cache import FetchedReads
+        from shard_core.checkpoint.storage.cache import CachedReads
 
-        return FetchedReads(self, records)
+        return CachedReads(self, records)
 
     def check(self, records: Sequence[FileRecord]) -> None:
         """Check that objects are as long as they were when they were committed.

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shard_core.checkpoint.storage.batches import portions
+from shard_core.checkpoint.storage.batches import batched
 from shard_core.errors import CheckpointCorrupted, StorageError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def ranges(filesystem: AbstractFileSystem, url: str, wanted: Iterable[ObjectRang
         CheckpointCorrupted: If an object is not there, or ends before the range does.
         StorageError: If the store refuses.
     """
-    for group in portions(wanted, _length, _BYTES_AT_ONCE):
+    for group in batched(wanted, _length, _BYTES_AT_ONCE):
         keys, starts, stops = (list(column) for column in zip(*group, strict=True))
         for each, data in zip(group, _answers(filesystem, url, keys, starts, stops), strict=True):
             if len(data) != _length(each):

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 
 
-class SideBySide:
+class Tasks:
     """Runs each task in a thread of its own, from when it is begun.
 
     Example:
         >>> done = []
-        >>> tasks = SideBySide()
+        >>> tasks = Tasks()
         >>> tasks.begin(lambda: done.append("file"))
         >>> tasks.wait()
         >>> done

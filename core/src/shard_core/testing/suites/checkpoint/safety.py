@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound, MissingRank, RankFailed
-from shard_core.testing.crash_points import death, deaths
+from shard_core.testing.crash_points import crash_points, death
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.checkpoint.bits import Bits, assert_same_bits, bits_of, samples, trained
 from shard_core.testing.suites.suite import Suite
@@ -202,7 +202,7 @@ def saves_watched(
             old = bits_of(strategy, model, optimizer)
             step(strategy, model, optimizer, samples(1)[0])
         new = bits_of(strategy, model, optimizer)
-        with deaths(folder / "run", folder / f"left-by-rank-{strategy.global_rank}") as found:
+        with crash_points(folder / "run", folder / f"left-by-rank-{strategy.global_rank}") as found:
             strategy.save_checkpoint(path, state, state_dict_type=form)
         return old, new, found.left, found.changes
 
