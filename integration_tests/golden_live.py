@@ -30,7 +30,7 @@ from golden_list import RUN, RUN_STEPS, Golden
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from shard_core import Strategy, get_strategy
-from shard_core.testing.suites.checkpoint.bits import Bits, bits_of
+from shard_core.testing.bits import Bits, bits_of
 
 _BEFORE_LOADING = 123.0
 

@@ -12,8 +12,8 @@ from foreign_worlds import ForeignWorlds
 from leg import STEPS, Leg, Notes, go_under
 from walk import SIZES, Station, every_ordered_pair
 
+from shard_core.testing.bits import assert_same_bits
 from shard_core.testing.oracle import assert_same_numbers
-from shard_core.testing.suites.checkpoint.bits import assert_same_bits
 
 Go = Callable[[Station, Leg], list[Notes]]
 

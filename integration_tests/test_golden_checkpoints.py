@@ -14,7 +14,7 @@ from golden_list import FOLDER, GOLDENS, RUN, RUN_STEPS, Golden
 from golden_live import Reading, hyper_parameters, newest_of_run, rates_to_come, read
 
 from shard_core.cli.main import main
-from shard_core.testing.suites.checkpoint.bits import Bits, assert_same_bits
+from shard_core.testing.bits import Bits, assert_same_bits
 
 READERS = {"single": 1, "fsdp": 2}
 each_golden = pytest.mark.parametrize("golden", GOLDENS, ids=lambda golden: golden.name)

@@ -8,7 +8,7 @@ import torch
 
 from shard_core import get_strategy
 from shard_core.testing import models, oracle
-from shard_core.testing.suites.checkpoint.bits import Bits, assert_same_bits, bits_of
+from shard_core.testing.bits import Bits, assert_same_bits, bits_of
 from shard_core.testing.training import set_up, step, whole_weights
 
 _STEPS, _BATCH = 6, 12

@@ -10,7 +10,7 @@ from torch import nn
 from xla_environments import HASTY, spread_over
 
 from shard_core import get_strategy
-from shard_core.testing.suites.checkpoint.bits import Assorted, assert_same_bits, bits_of, samples
+from shard_core.testing.bits import Assorted, assert_same_bits, bits_of, samples
 from shard_core.testing.training import set_up, step
 
 Bits = dict[str, torch.Tensor]

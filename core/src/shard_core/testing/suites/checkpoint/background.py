@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from shard_core.errors import CheckpointError
+from shard_core.testing.bits import Bits, assert_same_bits, bits_of, samples, trained
 from shard_core.testing.rules import promise
-from shard_core.testing.suites.checkpoint.bits import Bits, assert_same_bits, bits_of, samples, trained
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import step
 

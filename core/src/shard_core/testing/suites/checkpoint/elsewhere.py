@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from shard_core.testing.bits import Assorted, Bits, assert_same_bits, bits_of, trained
 from shard_core.testing.rules import promise
-from shard_core.testing.suites.checkpoint.bits import Assorted, Bits, assert_same_bits, bits_of, trained
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from shard_core.errors import CheckpointMismatch
+from shard_core.testing.bits import Bits, assert_same_bits, bits_of, trained
 from shard_core.testing.rules import promise
-from shard_core.testing.suites.checkpoint.bits import Bits, assert_same_bits, bits_of, trained
 from shard_core.testing.suites.suite import Suite
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.testing import models, oracle
+from shard_core.testing.bits import Assorted, Bits, assert_same_bits, bits_of, samples, trained
 from shard_core.testing.rules import promise
-from shard_core.testing.suites.checkpoint.bits import Assorted, Bits, assert_same_bits, bits_of, samples, trained
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up, step, whole_weights
 

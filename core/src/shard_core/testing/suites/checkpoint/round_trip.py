@@ -10,8 +10,8 @@ import torch
 
 from shard_core.errors import CheckpointMismatch
 from shard_core.testing import models, oracle
+from shard_core.testing.bits import BATCH, Assorted, Bits, assert_same_bits, samples, trained
 from shard_core.testing.rules import promise
-from shard_core.testing.suites.checkpoint.bits import BATCH, Assorted, Bits, assert_same_bits, samples, trained
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up, step, whole_weights
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound, MissingRank, RankFailed
+from shard_core.testing.bits import Bits, assert_same_bits, bits_of, samples, trained
 from shard_core.testing.crash_points import crash_points, death
 from shard_core.testing.rules import promise
-from shard_core.testing.suites.checkpoint.bits import Bits, assert_same_bits, bits_of, samples, trained
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up, step
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from shard_core.errors import ShardError
 from shard_core.testing import models, oracle
+from shard_core.testing.bits import Bits, assert_same_bits, samples
 from shard_core.testing.rules import promise
-from shard_core.testing.suites.checkpoint.bits import Bits, assert_same_bits, samples
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up, step
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shard_core.testing import models, oracle
+from shard_core.testing.bits import Assorted, Bits, assert_same_bits, samples
 from shard_core.testing.rules import promise
-from shard_core.testing.suites.checkpoint.bits import Assorted, Bits, assert_same_bits, samples
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up, step, whole_weights
 
