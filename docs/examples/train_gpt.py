@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from shard_core import get_strategy
-from shard_core.checkpoint.format.folder import latest
+from shard_core.checkpoint import latest
 
 CONTEXT, WIDTH, HEADS, LAYERS = 128, 160, 4, 4
 

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from shard_core.testing import Conformance
-from shard_core.testing.rules import Promise, promise_of
+from shard_core.testing import Conformance, Promise, promise_of
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

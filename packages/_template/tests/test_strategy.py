@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption
+from shard_core import InvalidOption, get_strategy
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption, SetupError
-from shard_core.testing import models, oracle
-from shard_core.testing.training import set_up, step, whole_weights
+from shard_core import InvalidOption, SetupError, get_strategy
+from shard_core.testing import models, oracle, set_up, step, whole_weights
 
 _STEPS, _BATCH = 4, 12
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from shard_core import get_strategy
-from shard_core.testing import models, oracle
-from shard_core.testing.bits import Bits, assert_same_bits, bits_of
-from shard_core.testing.training import set_up, step, whole_weights
+from shard_core.testing import bits, models, oracle, set_up, step, whole_weights
 
 _STEPS, _BATCH = 6, 12
 
@@ -21,7 +19,7 @@ def make_optimizer(module: Any) -> torch.optim.Optimizer:
 
 def leg(
     options: dict[str, Any], first: int, last: int, load: Path | None, save: Path
-) -> tuple[Bits, list[float], Bits]:
+) -> tuple[bits.Bits, list[float], bits.Bits]:
     """Train some steps; give all bits as they were loaded, the losses, and all bits as they were saved."""
     with get_strategy(**options) as strategy:
         model, optimizer = set_up(strategy, "gpt", make_optimizer, seed=first)
@@ -29,13 +27,13 @@ def leg(
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         if load:
             strategy.load_checkpoint(load, state)
-        loaded = bits_of(strategy, model, optimizer)
+        loaded = bits.bits_of(strategy, model, optimizer)
         losses = []
         for batch in models.batches("gpt", _STEPS, _BATCH)[first:last]:
             losses.append(step(strategy, model, optimizer, batch))
             scheduler.step()
         strategy.save_checkpoint(save, state)
-        return loaded, losses, bits_of(strategy, model, optimizer)
+        return loaded, losses, bits.bits_of(strategy, model, optimizer)
 
 
 @pytest.mark.slow
@@ -48,13 +46,13 @@ def test_a_run_moves_between_stages_sizes_and_strategies(worlds: Any, tmp_path: 
         (1, {"name": "deepspeed_stage_3"}, 6),
     ]
     losses: list[float] = []
-    saved: Bits = {}
+    saved: bits.Bits = {}
     path, first = None, 0
     for hop, (size, options, last) in enumerate(route):
         target = tmp_path / str(hop)
         loaded, seen, now = worlds(size).run(leg, options, first, last, path, target)[0]
         if path:
-            assert_same_bits(f"on hop {hop}, to {options} at {size} ranks", loaded, saved)
+            bits.assert_same_bits(f"on hop {hop}, to {options} at {size} ranks", loaded, saved)
         losses += seen
         saved, path, first = now, target, last
     torch.manual_seed(0)

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption, SetupError, UnsupportedPrecision
-from shard_core.options import options_of
+from shard_core import InvalidOption, SetupError, UnsupportedPrecision, get_strategy
+from shard_core.plugins import options_of
 from shard_deepspeed.config import STAGES, DeepSpeedConfig
 from shard_deepspeed.config.later import LaterOptions
 from shard_deepspeed.settings import check_honoured

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from shard_core import Strategy, get_strategy
-from shard_core.testing import models, oracle
-from shard_core.testing.training import set_up, step, whole_weights
+from shard_core.testing import models, oracle, set_up, step, whole_weights
 from shard_deepspeed.strategy import DeepSpeedStrategy
 
 _STEPS, _BATCH = 3, 12

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core import get_strategy
-from shard_core.errors import MissingCapability, SetupError
-from shard_core.testing import models, oracle
-from shard_core.testing.training import set_up, step, whole_weights
+from shard_core import MissingCapability, SetupError, get_strategy
+from shard_core.testing import models, oracle, set_up, step, whole_weights
 
 _STEPS, _BATCH = 4, 12
 

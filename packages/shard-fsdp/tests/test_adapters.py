@@ -8,7 +8,7 @@ from torch import nn
 from wire import Wire
 
 from shard_core import get_strategy
-from shard_core.parameters import local_part
+from shard_core.backend import local_part
 
 WIDTH, RANK = 64, 2
 

@@ -9,8 +9,7 @@ import torch
 from safetensors import safe_open
 
 from shard_core import get_strategy
-from shard_core.testing import models
-from shard_core.testing.training import set_up, step, whole_weights
+from shard_core.testing import models, set_up, step, whole_weights
 
 State = dict[str, torch.Tensor]
 

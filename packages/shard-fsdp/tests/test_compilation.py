@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption
+from shard_core import InvalidOption, get_strategy
 
 
 class Block(nn.Module):

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption
-from shard_core.testing import models, oracle
-from shard_core.testing.training import train_under
+from shard_core import InvalidOption, get_strategy
+from shard_core.testing import models, oracle, train_under
 
 
 class Model(nn.Module):

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core import get_strategy
-from shard_core.errors import CannotReplay, SetupError
+from shard_core import CannotReplay, SetupError, get_strategy
 from shard_core.testing import models
 
 

@@ -12,10 +12,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from wire import Wire
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption, SetupError
-from shard_core.testing import models, oracle
-from shard_core.testing.training import set_up, train_under
+from shard_core import InvalidOption, SetupError, get_strategy
+from shard_core.testing import models, oracle, set_up, train_under
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shard_core import get_strategy
-from shard_core.testing import models, oracle
-from shard_core.testing.training import set_up, train_under
+from shard_core.testing import models, oracle, set_up, train_under
 from shard_fsdp.offload import offload_policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -10,11 +10,9 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.nn import functional
 from wire import Wire
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption
-from shard_core.precision.policies import POLICIES
-from shard_core.testing import models
-from shard_core.testing.training import set_up, step
+from shard_core import InvalidOption, get_strategy
+from shard_core.backend import POLICIES
+from shard_core.testing import models, set_up, step
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption
+from shard_core import InvalidOption, get_strategy
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from shard_core import get_strategy
-from shard_core.fully_shard.units import find_units
+from shard_core.backend import find_units
 
 SCRIPT = """
 import torch

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption
+from shard_core import InvalidOption, get_strategy
 from shard_fsdp.config.vocabulary import REFUSED
 
 WORDS = {

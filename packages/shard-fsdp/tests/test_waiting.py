@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shard_core import get_strategy
-from shard_core.errors import SetupError
+from shard_core import SetupError, get_strategy
 from shard_core.testing import models
 
 

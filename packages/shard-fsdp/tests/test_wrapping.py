@@ -18,10 +18,8 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption
-from shard_core.testing import models, oracle
-from shard_core.testing.training import train_under
+from shard_core import InvalidOption, get_strategy
+from shard_core.testing import models, oracle, train_under
 
 
 class Block(nn.Module):

@@ -8,10 +8,8 @@ import torch
 import transformers
 from torch import nn
 
-from shard_core import InvalidOption, get_strategy
-from shard_core.errors import CollectiveError, SetupError
-from shard_core.testing import models, oracle
-from shard_core.testing.training import set_up, train_under, whole_weights
+from shard_core import CollectiveError, InvalidOption, SetupError, get_strategy
+from shard_core.testing import models, oracle, set_up, train_under, whole_weights
 
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 16, 8, 5
 

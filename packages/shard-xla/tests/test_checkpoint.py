@@ -10,8 +10,7 @@ from torch import nn
 from xla_environments import HASTY, spread_over
 
 from shard_core import get_strategy
-from shard_core.testing.bits import Assorted, assert_same_bits, bits_of, samples
-from shard_core.testing.training import set_up, step
+from shard_core.testing import bits, set_up, step
 
 Bits = dict[str, torch.Tensor]
 
@@ -33,23 +32,23 @@ def two_groups(module: nn.Module) -> torch.optim.Optimizer:
 def leg(name: str, load: Path | None, save: Path, first: int) -> tuple[Bits, Bits, list[float], list[Any]]:
     """Load what the leg before saved, look at it, go on for two steps, and save."""
     with get_strategy(name, accelerator="cpu" if name in ("ddp", "single") else "xla") as strategy:
-        model, optimizer = set_up(strategy, Assorted, two_groups, seed=0 if load is None else 1)
+        model, optimizer = set_up(strategy, bits.Assorted, two_groups, seed=0 if load is None else 1)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer}
         if load is not None:
             strategy.load_checkpoint(load, state)
-        before = bits_of(strategy, model, optimizer)
-        losses = [step(strategy, model, optimizer, batch) for batch in samples(2 * len(RING))[first : first + 2]]
+        before = bits.bits_of(strategy, model, optimizer)
+        losses = [step(strategy, model, optimizer, batch) for batch in bits.samples(2 * len(RING))[first : first + 2]]
         strategy.save_checkpoint(save, state)
         groups = [[group["lr"], group["weight_decay"]] for group in optimizer.param_groups]
-        return before, bits_of(strategy, model, optimizer), losses, groups
+        return before, bits.bits_of(strategy, model, optimizer), losses, groups
 
 
 def plain_losses() -> list[float]:
     torch.manual_seed(0)
-    model = Assorted()
+    model = bits.Assorted()
     optimizer = two_groups(model)
     losses = []
-    for batch in samples(2 * len(RING)):
+    for batch in bits.samples(2 * len(RING)):
         loss = model(*batch)
         loss.backward()
         optimizer.step()
@@ -66,7 +65,7 @@ def test_a_ring_through_every_layout(worlds: Any, tmp_path: Path) -> None:
         answers = worlds(size, environment).run(leg, name, load, tmp_path / str(number), 2 * number, timeout=240)
         found, bits, its_losses, groups = answers[0]
         if number:
-            assert_same_bits(f"after hop {number} to {name} at {size}", found, saved)
+            bits.assert_same_bits(f"after hop {number} to {name} at {size}", found, saved)
         assert groups == [[0.01, 0.3], [0.02, 0.01]]
         assert torch.equal(bits.get("model.again.weight", bits["model.middle.weight"]), bits["model.middle.weight"])
         saved, losses = bits, losses + its_losses

@@ -13,7 +13,7 @@ import os, sys
 import torch
 import torch.distributed as dist
 
-from shard_core.errors import CollectiveError
+from shard_core import CollectiveError
 from shard_xla.collectives import AllGather, ReduceScatter
 
 dist.init_process_group("gloo")
@@ -49,8 +49,8 @@ import torch.distributed as dist
 import torch_xla
 import torch_xla.distributed.xla_backend
 
-from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device
-from shard_core.errors import CollectiveError
+from shard_core.backend import ProcessGroupCollectives, carrying_device
+from shard_core import CollectiveError
 
 dist.init_process_group("xla", init_method="xla://")
 collectives, own = ProcessGroupCollectives(), torch_xla.device()

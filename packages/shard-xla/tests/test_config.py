@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core.errors import InvalidOption
-from shard_core.options import options_of
+from shard_core import InvalidOption
+from shard_core.plugins import options_of
 from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
 
 

@@ -6,7 +6,7 @@ import importlib.metadata
 
 import pytest
 
-from shard_core.testing.processes.script import run_python
+from shard_core.testing import run_python
 from shard_xla.plugin import shard_unavailable
 
 ASK = """
@@ -18,8 +18,7 @@ def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
     return told.get(name) or real(name)
 importlib.metadata.version = version
-from shard_core import get_strategy
-from shard_core.errors import StrategyUnavailable
+from shard_core import StrategyUnavailable, get_strategy
 try:
     get_strategy("xla_fsdp")
 except StrategyUnavailable as error:

@@ -11,10 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from xla_environments import HASTY, spread_over
 
-from shard_core import get_strategy
-from shard_core.errors import InvalidOption, LaunchError, RankFailed, SetupError
-from shard_core.testing import models, oracle
-from shard_core.testing.training import set_up, step, whole_weights
+from shard_core import InvalidOption, LaunchError, RankFailed, SetupError, get_strategy
+from shard_core.testing import models, oracle, set_up, step, whole_weights
 
 STEPS = 3
 

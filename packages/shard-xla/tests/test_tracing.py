@@ -11,8 +11,7 @@ from torch.overrides import TorchFunctionMode
 from xla_environments import HASTY, spread_over
 
 from shard_core import get_strategy
-from shard_core.testing import models
-from shard_core.testing.training import set_up, whole_weights
+from shard_core.testing import models, set_up, whole_weights
 
 #: Settings of AdamW, and whether it then takes lists.
 SETTINGS: list[tuple[dict[str, Any], bool]] = [({}, True), ({"foreach": False}, False)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shard_core.errors import InvalidOption, nearest
-from shard_core.signatures import check_signature
+from shard_core.plugins.signatures import check_signature
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

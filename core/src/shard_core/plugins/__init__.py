@@ -1,27 +1,46 @@
-"""Finding strategies by name, and what a backend's ``plugin.py`` needs; reaches no torch."""
+"""A backend's card and config, and finding strategies by name; reaches no torch.
+
+What a backend's ``plugin.py`` and ``config.py`` import besides the users' ``shard_core``, from which errors come.
+"""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any
 
+from shard_core.capability import Capability
+from shard_core.errors import nearest
+from shard_core.mesh import DATA_AXIS, MeshShape, arranged
+from shard_core.options import Option, option, options_of
 from shard_core.plugins.hooks import hookimpl
 from shard_core.plugins.info import StrategyInfo
 from shard_core.plugins.manager import Installed, Plugins
 from shard_core.plugins.references import load_object
+from shard_core.plugins.signatures import check_signature
+from shard_core.precision.interface import PrecisionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "DATA_AXIS",
+    "Capability",
     "Installed",
+    "MeshShape",
+    "Option",
     "Plugins",
+    "PrecisionPolicy",
     "StrategyInfo",
+    "arranged",
+    "check_signature",
     "find",
     "find_precision",
     "hookimpl",
     "installed",
     "load_object",
+    "nearest",
+    "option",
+    "options_of",
     "plugins",
     "precision_names",
 ]

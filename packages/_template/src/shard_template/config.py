@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from shard_core.errors import InvalidOption
-from shard_core.options import option
+from shard_core import InvalidOption
+from shard_core.plugins import option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from shard_core.capability import Capability
-from shard_core.options import options_of
-from shard_core.plugins import StrategyInfo, hookimpl
+from shard_core.plugins import Capability, StrategyInfo, hookimpl, options_of
 from shard_template.config import TemplateConfig
 
 TEMPLATE = StrategyInfo(

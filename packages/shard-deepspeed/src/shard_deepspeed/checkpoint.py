@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shard_core.checkpoint.state.tensor_state import TensorState
+from shard_core.backend import TensorState
 
 if TYPE_CHECKING:
     import torch
 
-    from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
-    from shard_core.checkpoint.state.shard import FlatPart
+    from shard_core.backend import FlatPart, OptimizerRecord
     from shard_deepspeed.zero import ZeroModule
 
 

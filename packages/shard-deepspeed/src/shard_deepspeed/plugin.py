@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from shard_core.capability import Capability
-from shard_core.options import options_of
-from shard_core.plugins import StrategyInfo, hookimpl
-from shard_core.precision.interface import PrecisionPolicy
+from shard_core.plugins import Capability, PrecisionPolicy, StrategyInfo, hookimpl, options_of
 from shard_deepspeed.config import DeepSpeedConfig
 
 #: The versions of DeepSpeed that ``_versions.py`` was checked on.

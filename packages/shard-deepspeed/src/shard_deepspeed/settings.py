@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shard_core.errors import SetupError
+from shard_core import SetupError
 from shard_deepspeed import _versions
 from shard_deepspeed.config import STAGES
 

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core import Strategy
-from shard_core.collectives.process_group import ProcessGroupCollectives
-from shard_core.errors import InvalidOption, SetupError, UnsupportedPrecision
-from shard_core.optim.kernels import stepping_fast
-from shard_core.replicas import send_values
+from shard_core import InvalidOption, SetupError, Strategy, UnsupportedPrecision
+from shard_core.backend import ProcessGroupCollectives, send_values, stepping_fast
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
@@ -25,10 +22,7 @@ from shard_deepspeed.zero import ZeroModule, is_trained
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.state.training_state import TrainingState
-    from shard_core.collectives.interface import Collectives
-    from shard_core.gradients import LocalGradient
-    from shard_core.parameters import ParameterNames
+    from shard_core.backend import Collectives, LocalGradient, ParameterNames, TrainingState
 
 
 class DeepSpeedStrategy(Strategy):

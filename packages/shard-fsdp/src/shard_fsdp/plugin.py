@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shard_core.capability import Capability
-from shard_core.options import options_of
-from shard_core.plugins import StrategyInfo, hookimpl
+from shard_core.plugins import Capability, StrategyInfo, hookimpl, options_of
 from shard_fsdp.config import FSDPConfig
 from shard_fsdp.config.vocabulary import REFUSED
 

@@ -6,13 +6,17 @@ import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_core import Strategy
-from shard_core.checkpoint.state.tensor_state import TensorState
-from shard_core.collectives.process_group import ProcessGroupCollectives
-from shard_core.errors import InvalidOption
-from shard_core.fully_shard.sharder import FullySharder
-from shard_core.fully_shard.units import Unit, find_blocks, find_units, with_chosen
-from shard_core.strategy.torch_engine import TorchEngine
+from shard_core import InvalidOption, Strategy
+from shard_core.backend import (
+    FullySharder,
+    ProcessGroupCollectives,
+    TensorState,
+    TorchEngine,
+    Unit,
+    find_blocks,
+    find_units,
+    with_chosen,
+)
 from shard_fsdp.config import FSDPConfig
 from shard_fsdp.offload import offload_policy
 from shard_fsdp.plugin import FSDP
@@ -28,10 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.state.training_state import TrainingState
-    from shard_core.collectives.interface import Collectives
-    from shard_core.parameters import ParameterNames
-    from shard_core.precision.interface import Precision
+    from shard_core.backend import Collectives, ParameterNames, Precision, TrainingState
 
 
 class FSDPStrategy(TorchEngine, Strategy):

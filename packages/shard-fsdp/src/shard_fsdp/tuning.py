@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_core.fully_shard.units import find_units, unit_sizes
+from shard_core.backend import find_units, unit_sizes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shard_core.errors import CollectiveError, SetupError
+from shard_core import CollectiveError, SetupError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.collectives.interface import Collectives
-    from shard_core.gradients import LocalGradient
+    from shard_core.backend import Collectives, LocalGradient
 
 #: Integers of each size, to read any tensor's bits as numbers.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from shard_core.errors import InvalidOption
-from shard_core.options import option
+from shard_core import InvalidOption
+from shard_core.plugins import option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

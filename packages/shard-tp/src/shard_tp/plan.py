@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shard_core.errors import InvalidOption, SetupError, nearest
-from shard_core.parameters import ParameterNames, plain_name
+from shard_core import InvalidOption, SetupError
+from shard_core.backend import ParameterNames, plain_name
+from shard_core.plugins import nearest
 from shard_tp.dropout import draw_apart
 
 if TYPE_CHECKING:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from shard_core.capability import Capability
-from shard_core.options import options_of
-from shard_core.plugins import StrategyInfo, hookimpl
+from shard_core.plugins import Capability, StrategyInfo, hookimpl, options_of
 from shard_tp.config import TPConfig
 
 #: Optimizers that look at whole matrices meet shards. META_INIT promises that no rank ever holds a model whole, and

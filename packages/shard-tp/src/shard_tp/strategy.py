@@ -8,15 +8,16 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shard_core import Strategy
-from shard_core.checkpoint.state.tensor_state import TensorState
-from shard_core.collectives.process_group import ProcessGroupCollectives
-from shard_core.errors import InvalidOption, SetupError
-from shard_core.fully_shard.sharder import FullySharder
-from shard_core.fully_shard.units import find_units
-from shard_core.gradients import local_gradients
-from shard_core.mesh import DATA_AXIS, MeshShape
-from shard_core.strategy.torch_engine import TorchEngine
+from shard_core import InvalidOption, SetupError, Strategy
+from shard_core.backend import (
+    FullySharder,
+    ProcessGroupCollectives,
+    TensorState,
+    TorchEngine,
+    find_units,
+    local_gradients,
+)
+from shard_core.plugins import DATA_AXIS, MeshShape
 from shard_tp.alike import Alike
 from shard_tp.config import TPConfig
 from shard_tp.plan import apply_plan, check_styles, own_plan, split_by
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.state.training_state import TrainingState
-    from shard_core.collectives.interface import Collectives
-    from shard_core.gradients import LocalGradient
-    from shard_core.parameters import ParameterNames
+    from shard_core.backend import Collectives, LocalGradient, ParameterNames, TrainingState
 
 TENSOR_AXIS: Final = "tensor_parallel"
 """The axis whose ranks share each layer and see the same data."""

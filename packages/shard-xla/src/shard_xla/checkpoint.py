@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core.checkpoint.state.named_state import HeldSlot, NamedState
-from shard_core.checkpoint.state.ownership import Ownership
-from shard_core.checkpoint.state.shard import TensorShard, shards_of_range
-from shard_core.errors import CheckpointError
+from shard_core import CheckpointError
+from shard_core.backend import HeldSlot, NamedState, Ownership, TensorShard, shards_of_range
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
+    from shard_core.backend import OptimizerRecord
     from shard_xla.strategy.layout import Layout, Place
 
 

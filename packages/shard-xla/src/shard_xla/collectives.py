@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_core.collectives.torch_errors import translate_torch_errors
+from shard_core.backend import translate_torch_errors
 
 _KINDS = {
     "sum": dist.ReduceOp.SUM,

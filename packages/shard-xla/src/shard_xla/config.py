@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from shard_core.errors import InvalidOption
-from shard_core.options import option
+from shard_core import InvalidOption
+from shard_core.plugins import option
 
 #: Upstream's keywords that are declared and refused so far, with what to do instead.
 _NOT_YET = {

@@ -6,9 +6,7 @@ import importlib.metadata
 
 from packaging.version import Version
 
-from shard_core.capability import Capability
-from shard_core.options import options_of
-from shard_core.plugins import StrategyInfo, hookimpl
+from shard_core.plugins import Capability, StrategyInfo, hookimpl, options_of
 from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
 
 #: What neither strategy promises: modules are built on the host, and computed in float32 or bfloat16.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shard_core.errors import SetupError
+from shard_core import SetupError
 from shard_deepspeed import _versions
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.state.shard import FlatPart
+    from shard_core.backend import FlatPart
     from shard_deepspeed.zero.partitions import Partitions
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shard_core.errors import SetupError
+from shard_core import SetupError
 
 
 class GradientElsewhere(torch.Tensor):

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shard_core.errors import SetupError
-from shard_core.gradients import LocalGradient
-from shard_core.inference_mode import NoInferenceMode
+from shard_core import SetupError
+from shard_core.backend import LocalGradient, NoInferenceMode
 from shard_deepspeed import _versions
 from shard_deepspeed.zero.edits import Edits, Held
 from shard_deepspeed.zero.partitions import partitions, shard_part
 from shard_deepspeed.zero.trained import Trained
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.state.shard import FlatPart
-    from shard_core.parameters import ParameterNames
+    from shard_core.backend import FlatPart, ParameterNames
 
 
 class ZeroModule:

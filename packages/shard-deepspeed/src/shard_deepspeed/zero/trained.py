@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from shard_core.errors import SetupError
+from shard_core import SetupError
 from shard_deepspeed.zero.gradient_elsewhere import GradientElsewhere
 
 if TYPE_CHECKING:
     import torch
 
-    from shard_core.checkpoint.state.shard import FlatPart
+    from shard_core.backend import FlatPart
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from shard_core.errors import InvalidOption, nearest
-from shard_core.options import option
+from shard_core import InvalidOption
+from shard_core.plugins import nearest, option
 from shard_fsdp.config import checks
 from shard_fsdp.config.layout import LayoutOptions
 from shard_fsdp.config.preparation import PreparationOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shard_core.errors import InvalidOption, nearest
-from shard_core.signatures import check_signature
+from shard_core import InvalidOption
+from shard_core.plugins import check_signature, nearest
 
 _PREFETCHES = ("backward_pre", "backward_post", "none")
 _FORMS = ("sharded", "full")

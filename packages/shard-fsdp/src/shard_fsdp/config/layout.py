@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from shard_core.errors import InvalidOption, nearest
-from shard_core.mesh import DATA_AXIS, MeshShape, arranged
-from shard_core.options import option
+from shard_core import InvalidOption
+from shard_core.plugins import DATA_AXIS, MeshShape, arranged, nearest, option
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from shard_core.errors import InvalidOption, nearest
+from shard_core import InvalidOption
+from shard_core.plugins import nearest
 
 
 def has_forward(kind: type[nn.Module]) -> bool:

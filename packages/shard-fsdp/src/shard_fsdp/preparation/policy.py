@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from shard_core.errors import InvalidOption
+from shard_core import InvalidOption
 from shard_fsdp._versions import custom_policy_targets
 from shard_fsdp.preparation.choice import has_forward, of_classes
 

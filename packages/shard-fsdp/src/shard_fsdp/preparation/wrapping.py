@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp.wrap import enable_wrap
 
-from shard_core.errors import InvalidOption
+from shard_core import InvalidOption
 from shard_fsdp.preparation.choice import has_forward
 
 if TYPE_CHECKING:

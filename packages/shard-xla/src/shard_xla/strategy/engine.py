@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from shard_core.strategy.engine import Engine
+from shard_core.backend import Engine
 from shard_xla.strategy import runtime
 
 if TYPE_CHECKING:

@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shard_core import Strategy
-from shard_core.collectives.process_group import ProcessGroupCollectives
-from shard_core.errors import InvalidOption
-from shard_core.gradients import LocalGradient
-from shard_core.inference_mode import NoInferenceMode
-from shard_core.replicas import send_values
+from shard_core import InvalidOption, Strategy
+from shard_core.backend import LocalGradient, NoInferenceMode, ProcessGroupCollectives, send_values
 from shard_xla.checkpoint import FlatState, flat_part
 from shard_xla.config import XLAFSDPConfig
 from shard_xla.plugin import FSDP
@@ -32,9 +28,7 @@ from shard_xla.strategy.wholes import WholeParameters
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.state.training_state import TrainingState
-    from shard_core.collectives.interface import Collectives
-    from shard_core.parameters import ParameterNames
+    from shard_core.backend import Collectives, ParameterNames, TrainingState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from shard_core.errors import SetupError
+from shard_core import SetupError
 
 if TYPE_CHECKING:
     import torch

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core.errors import CheckpointError, SetupError
-from shard_core.parameters import plain_name
+from shard_core import CheckpointError, SetupError
+from shard_core.backend import plain_name
 from shard_xla._versions import without_wrappers
 from shard_xla.checkpoint import flat_part
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_core.parameters import ParameterNames
+    from shard_core.backend import ParameterNames
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from shard_core.errors import LaunchError, SetupError, StrategyUnavailable
+from shard_core import LaunchError, SetupError, StrategyUnavailable
 
 log = logging.getLogger(__name__)
 

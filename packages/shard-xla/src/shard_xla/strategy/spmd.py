@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core import Strategy
-from shard_core.collectives.single import SingleCollectives
-from shard_core.errors import InvalidOption
-from shard_core.inference_mode import NoInferenceMode
-from shard_core.strategy.torch_engine import TorchEngine
+from shard_core import InvalidOption, Strategy
+from shard_core.backend import NoInferenceMode, SingleCollectives, TorchEngine
 from shard_xla.checkpoint import SpreadState
 from shard_xla.config import XLASPMDConfig
 from shard_xla.plugin import SPMD
@@ -28,9 +25,7 @@ from shard_xla.strategy.units import check_classes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.checkpoint.state.training_state import TrainingState
-    from shard_core.collectives.interface import Collectives
-    from shard_core.parameters import ParameterNames
+    from shard_core.backend import Collectives, ParameterNames, TrainingState
 
 
 class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):

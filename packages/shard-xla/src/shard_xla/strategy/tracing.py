@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shard_core.optim.kernels import stepping_fast
+from shard_core.backend import stepping_fast
 
 
 @contextlib.contextmanager

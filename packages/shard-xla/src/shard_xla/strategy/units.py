@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shard_core.errors import InvalidOption, SetupError, nearest
+from shard_core import InvalidOption, SetupError
+from shard_core.plugins import nearest
 from shard_xla import collectives
 from shard_xla._versions import register_in_place, shards_to_gather, take_over_collectives
 

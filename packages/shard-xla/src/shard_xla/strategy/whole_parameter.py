@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shard_core.errors import SetupError
+from shard_core import SetupError
 from shard_xla import _versions
 
 if TYPE_CHECKING:

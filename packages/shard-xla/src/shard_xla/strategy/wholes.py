@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shard_core.errors import SetupError
+from shard_core import SetupError
 from shard_xla import _versions
 from shard_xla.strategy.units import units_of
 from shard_xla.strategy.whole_parameter import WholeParameter

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from shard_core.errors import InvalidOption
-from shard_core.signatures import check_signature
+from shard_core.plugins.signatures import check_signature
 
 
 def policy(module, recurse, *, nonwrapped_numel):

@@ -1,0 +1,125 @@
+"""What an engine is made of: all that the strategy-side files of a backend import besides the users' ``shard_core``.
+
+Its parts are alike in every backend; which of them one takes is up to its author. It imports torch, so the files that
+must not, ``plugin.py`` and ``config.py``, take what they need from ``shard_core.plugins``.
+"""
+
+from __future__ import annotations
+
+from shard_core.checkpoint.format.box import Box
+from shard_core.checkpoint.state.named_state import HeldSlot, NamedState
+from shard_core.checkpoint.state.names import NamedTensors
+from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
+from shard_core.checkpoint.state.optimizer_state import OptimizerTensors
+from shard_core.checkpoint.state.ownership import Ownership
+from shard_core.checkpoint.state.shard import FlatPart, TensorShard, shards_of_range
+from shard_core.checkpoint.state.tensor_state import TensorState
+from shard_core.checkpoint.state.training_state import KeySpace, Slot, TrainingState
+from shard_core.collectives.interface import Collectives
+from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device
+from shard_core.collectives.single import SingleCollectives
+from shard_core.collectives.torch_errors import translate_torch_errors
+from shard_core.coordinator import Coordinator
+from shard_core.fully_shard.entry_methods import EntryMethods
+from shard_core.fully_shard.sharder import FullySharder
+from shard_core.fully_shard.ties import groups_that_part
+from shard_core.fully_shard.units import Unit, find_blocks, find_units, unit_sizes, with_chosen
+from shard_core.gradients import (
+    LocalGradient,
+    all_finite,
+    clip_norm,
+    clip_values,
+    local_gradients,
+    scale,
+    total_norm,
+)
+from shard_core.inference_mode import NoInferenceMode, without_inference_mode
+from shard_core.initialization.materialize import Materializer
+from shard_core.initialization.meta import initialise, needs_values
+from shard_core.initialization.recording import Recording, is_recorded, record
+from shard_core.launcher.interface import Launcher, ProcessInfo
+from shard_core.mesh import DataRanks
+from shard_core.optim.kernels import stepping_fast
+from shard_core.optim.local_step import local_step
+from shard_core.parameters import ParameterNames, laid_out_like, local_part, plain_name
+from shard_core.precision.dtypes import check_module, convert_input, convert_module, dtype_named
+from shard_core.precision.interface import Precision
+from shard_core.precision.mixed import MixedPrecision
+from shard_core.precision.policies import POLICIES
+from shard_core.precision.scaler import GradientScaler
+from shard_core.precision.true import TruePrecision
+from shard_core.replicas import AveragedGradients, send_values
+from shard_core.strategies.ddp import DDPStrategy
+from shard_core.strategies.single import SingleStrategy
+from shard_core.strategy.engine import Engine
+from shard_core.strategy.torch_engine import TorchEngine
+
+__all__ = [
+    "POLICIES",
+    "AveragedGradients",
+    "Box",
+    "Collectives",
+    "Coordinator",
+    "DDPStrategy",
+    "DataRanks",
+    "Engine",
+    "EntryMethods",
+    "FlatPart",
+    "FullySharder",
+    "GradientScaler",
+    "HeldSlot",
+    "KeySpace",
+    "Launcher",
+    "LocalGradient",
+    "Materializer",
+    "MixedPrecision",
+    "NamedState",
+    "NamedTensors",
+    "NoInferenceMode",
+    "OptimizerRecord",
+    "OptimizerTensors",
+    "Ownership",
+    "ParameterNames",
+    "Precision",
+    "ProcessGroupCollectives",
+    "ProcessInfo",
+    "Recording",
+    "SingleCollectives",
+    "SingleStrategy",
+    "Slot",
+    "TensorShard",
+    "TensorState",
+    "TorchEngine",
+    "TrainingState",
+    "TruePrecision",
+    "Unit",
+    "all_finite",
+    "carrying_device",
+    "check_module",
+    "clip_norm",
+    "clip_values",
+    "convert_input",
+    "convert_module",
+    "dtype_named",
+    "find_blocks",
+    "find_units",
+    "groups_that_part",
+    "initialise",
+    "is_recorded",
+    "laid_out_like",
+    "local_gradients",
+    "local_part",
+    "local_step",
+    "needs_values",
+    "plain_name",
+    "record",
+    "scale",
+    "send_values",
+    "shards_of_range",
+    "stepping_fast",
+    "total_norm",
+    "translate_torch_errors",
+    "unit_sizes",
+    "with_chosen",
+    "without_inference_mode",
+]
