@@ -82,7 +82,7 @@ def make(home: Path, pins: Path, requirements: list[str], below: Path | None = N
 
 
 def site_packages(home: Path) -> Path:
-    """Tell where an environment keeps its packages."""
+    """Return where an environment keeps its packages."""
     return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(home)}))
 
 
@@ -123,18 +123,18 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session
+def quick(session: nox.Session) -> None:
+    """Run lint, types, layers and the tests that start no process: the inner loop of work on the code."""
+    run_all(session, [["lint", "types", "layers"], *([f"tests({dist})"] for dist in DISTRIBUTIONS)], "--quick")
+
+
+@nox.session
 def test(session: nox.Session) -> None:
     """Run all the sessions below, a few at a time, go on after a failure, and sum up at the end."""
-    for name in environments():
-        environment(name)
     # The long ones early, so that none of them is left over at the end; builds share a folder.
     kinds = {kind: [f"{kind}({dist})" for dist in DISTRIBUTIONS] for kind in ("tests", "conformance", "build")}
     each = ["integration", *kinds["tests"], *kinds["conformance"], "other_torches"]
-    jobs = [["lint", "types", "layers"], *([name] for name in each), kinds["build"], ["docs"]]
-    with ThreadPoolExecutor(LANES) as lanes:
-        failed = [" ".join(job) for job, code in zip(jobs, lanes.map(run_apart, jobs), strict=True) if code]
-    if failed:
-        session.error(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}")
+    run_all(session, [["lint", "types", "layers"], *([name] for name in each), kinds["build"], ["docs"]])
 
 
 @nox.session
@@ -206,8 +206,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def layers(session: nox.Session) -> None:
-    """Check who imports whom: inside core, and among the distributions that are found."""
+    """Check who imports whom: inside core, past its faces, and among the distributions that are found."""
     run(session, "main", "lint-imports", "--no-logo")
+    run(session, "main", "python", "integration_tests/faces.py")
     for name in environments():
         settings = Path(session.create_tmp()) / f"{name}.toml"
         settings.write_text(layers_of(members(name)))
@@ -241,9 +242,26 @@ def build(session: nox.Session, dist: str) -> None:
         session.run(str(commands / "python"), "-c", IMPORT_STRATEGY, strategy, dist, external=True)
 
 
-def run_apart(sessions: Sequence[str]) -> int:
+def run_all(session: nox.Session, jobs: Sequence[Sequence[str]], *options: str) -> None:
+    """Run jobs side by side, each of one or more sessions in a nox of its own, and fail if one of them does.
+
+    Args:
+        session: Who waits for them.
+        jobs: The names of sessions, job by job.
+        options: What the sessions pass on to pytest.
+    """
+    for name in environments():
+        environment(name)
+    with ThreadPoolExecutor(LANES) as lanes:
+        codes = lanes.map(lambda job: run_apart(job, options), jobs)
+        failed = [" ".join(job) for job, code in zip(jobs, codes, strict=True) if code]
+    if failed:
+        session.error(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}")
+
+
+def run_apart(sessions: Sequence[str], options: Sequence[str]) -> int:
     """Run sessions in a nox of their own, and print at the end what they printed."""
-    nox_again = [sys.executable, "-m", "nox", "-f", __file__, "-s", *sessions]
+    nox_again = [sys.executable, "-m", "nox", "-f", __file__, "-s", *sessions, "--", *options]
     ran = subprocess.run(nox_again, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     with PRINTING:
         sys.stdout.buffer.write(ran.stdout)
@@ -252,7 +270,7 @@ def run_apart(sessions: Sequence[str]) -> int:
 
 
 def layers_of(dists: Iterable[str]) -> str:
-    """Write down for import-linter who may import whom among distributions; core is one of them."""
+    """Write for import-linter who may import whom among distributions; core is one of them."""
     packages = [dist.replace("-", "_") for dist in dists]
     return BACKEND_LAYERS.format(packages=packages, backends=[each for each in packages if each != "shard_core"])
 
@@ -268,12 +286,12 @@ def run(
     """Run a command of a shared environment, with its other commands within reach."""
     commands = environment(name)
     path = os.pathsep.join((str(commands), str(torch_alone(name) / "bin"), os.environ["PATH"]))
-    told = {"PATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(settings or {})}
-    session.run(str(commands / command), *arguments, env=told, external=True, success_codes=success_codes)
+    variables = {"PATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(settings or {})}
+    session.run(str(commands / command), *arguments, env=variables, external=True, success_codes=success_codes)
 
 
 def environment(name: str) -> Path:
-    """Give the commands all sessions share: the tools, and our distributions as they stand here."""
+    """Return the commands all sessions share: the tools, and our distributions as they stand here."""
     folders = members(name).values()
     ours = [f"--editable={folder}[testing]" for folder in folders]
     projects = "\n".join((folder / "pyproject.toml").read_text() for folder in folders)
@@ -282,7 +300,7 @@ def environment(name: str) -> Path:
 
 
 def empty_environment(name: str, ours: list[str]) -> Path:
-    """Give the commands of a new environment that has what ours declare they need, but not ours."""
+    """Return the commands of a new environment that has what ours declare they need, but not ours."""
     declared = {text for dist in ours for text in project(dist)["dependencies"]}
     foreign = sorted(text for text in declared if Requirement(text).name not in DISTRIBUTIONS)
     home = ENVIRONMENTS / f"{name}-wheels"
@@ -291,18 +309,18 @@ def empty_environment(name: str, ours: list[str]) -> Path:
 
 
 def torch_alone(name: str) -> Path:
-    """Give an environment with torch alone, for others to lie on: it is large and seldom changes."""
+    """Return an environment with torch alone, for others to lie on: it is large and seldom changes."""
     return make(ENVIRONMENTS / f"{name}-torch", pins(name), ["torch"])
 
 
 def environment_of(dist: str) -> str:
-    """Tell which environment a distribution lives in: its own where it has its own pins, else main."""
+    """Return which environment a distribution lives in: its own where it has its own pins, else main."""
     own = dist.removeprefix("shard-")
     return own if pins(own).exists() else "main"
 
 
 def pythons() -> dict[str, str]:
-    """Tell tests across distributions where the interpreters of all environments are."""
+    """Return, for tests across distributions, where the interpreters of all environments are."""
     return {"SHARD_PYTHONS": os.pathsep.join(str(environment(name) / "python") for name in environments())}
 
 
@@ -319,7 +337,7 @@ def members(name: str) -> dict[str, Path]:
 
 
 def pins(name: str) -> Path:
-    """Tell where an environment's tested versions stand."""
+    """Return where an environment's tested versions stand."""
     return CONSTRAINTS / f"{name}.txt"
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from backends import SOURCES
+from faces import behind_the_faces
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -37,10 +38,11 @@ OWN_ROOMS = {
 }
 TORCHLESS = (
     *("capability", "coordinator", "errors", "options", "plugins", "strategies.plugin"),
-    *("cli.main", "cli.list", "cli.show"),
+    *("cli.main", "cli.list", "cli.show", "checkpoint", "testing"),
 )
 NAMELESS = {"utils", "helpers", "common", "base", "misc"}
 MOST_LINES = 400
+MOST_FILES = 18
 
 TEMPLATE = ROOT / "packages" / "_template"  # kept to the same rules, though nothing finds it as a distribution
 
@@ -159,6 +161,32 @@ def test_layers_are_checked_among_the_distributions_found(tmp_path, room, import
     assert told.returncode == bool(broken)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "found"),
+    [
+        ("packages/a/src/a/strategy.py", "from shard_core.backend import TorchEngine", None),
+        ("packages/a/src/a/strategy.py", "from shard_core.strategy.engine import Engine", "shard_core.strategy.engine"),
+        ("packages/a/tests/test_a.py", "import shard_core.testing.oracle", "shard_core.testing.oracle"),
+        ("packages/a/src/a/config/layout.py", "from shard_core.backend import DataRanks", "shard_core.backend"),
+        ("docs/page.md", "```python\n>>> from shard_core.errors import ShardError\n```", "shard_core.errors"),
+        ("docs/page.md", "`shard_core.errors` holds all errors.", None),
+    ],
+)
+def test_an_import_past_a_face_is_found(tmp_path, file, text, found):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / "README.md").touch()
+    (tmp_path / file).write_text(text)
+    assert [line.partition(";")[0] for line in behind_the_faces(tmp_path)] == (
+        [f"{file} imports from {found}"] if found else []
+    )
+
+
+def test_every_room_has_a_face_and_holds_few_files():
+    for room in {file.parent for file in package(CORE).rglob("*.py")}:
+        assert ast.get_docstring(ast.parse((room / "__init__.py").read_text())), room
+        assert len(list(room.glob("*.py"))) <= MOST_FILES, room
+
+
 def test_ci_runs_the_readmes_command():
     readme = (ROOT / "README.md").read_text()
     commands = re.findall(r"^python3 noxfile\.py -s \w+", readme, flags=re.MULTILINE)
@@ -195,14 +223,14 @@ def test_reference_shows_every_member_of_a_strategy():
 PICKLING = {
     *("collectives/messages.py", "launcher/rank_call.py", "launcher/travel.py"),
     "data/sharing.py",  # for digests: what it pickles nobody reads
-    *("checkpoint/peers/inert_pickle.py", "checkpoint/peers/torch_file.py"),
-    *("testing/fresh_process.py", "testing/rank.py", "testing/world.py"),
+    *("checkpoint/interop/inert_pickle.py", "checkpoint/interop/torch_file.py"),
+    *("testing/processes/fresh_process.py", "testing/processes/rank.py", "testing/processes/world.py"),
     *("testing/suites/launcher.py", "testing/suites/plugin/construction.py"),
 }
 
 
 def pickles(file: Path) -> bool:
-    """Tell whether a module imports pickle, or calls what of torch pickles on the way between ranks."""
+    """Return whether a module imports pickle, or calls what of torch pickles on the way between ranks."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import) and {alias.name for alias in node.names} & {"pickle", "cloudpickle", "dill"}:
             return True
