@@ -221,7 +221,7 @@ def test_reference_shows_every_member_of_a_strategy():
 #: Who may pickle: a user's own objects between ranks, a launch's own files and pipes, the kit's own processes; and who
 #: reads others' pickles without executing anything.
 PICKLING = {
-    *("collectives/messages.py", "launcher/rank_call.py", "launcher/travel.py"),
+    *("collectives/messages.py", "launcher/rank_call.py", "launcher/pickling.py"),
     "data/sharing.py",  # for digests: what it pickles nobody reads
     *("checkpoint/interop/inert_pickle.py", "checkpoint/interop/torch_file.py"),
     *("testing/processes/fresh_process.py", "testing/processes/rank.py", "testing/processes/world.py"),
