@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _posixsubprocess
 import sys
+from collections.abc import Generator
 from typing import Any, NoReturn
 
 import pytest
@@ -17,22 +18,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave tests from where they start a process; one that starts none runs as ever."""
+    """Leave tests where they start a process; one that starts none runs as ever."""
     if config.getoption("quick"):
         sys.addaudithook(lambda event, _: _leave() if event in _STARTING else None)
         # What multiprocessing spawns with, which is no audited event.
         _posixsubprocess.fork_exec = _leave
 
 
-def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> tuple[str, str, str] | None:
-    """Count the tests that were left out apart from those that lack hardware."""
-    if config.getoption("quick") and report.skipped and _LEFT_OUT in str(report.longrepr):
-        return "not quick", "", "NOT QUICK"
-    return None
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Count what was left as left out, whatever the test made of it."""
+    report = yield
+    if _left and not report.passed:
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, _left[0])
+    if report.when == "teardown":
+        _left.clear()
+    return report
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Tell tests that were left out from those that lack hardware."""
+    return ("not quick", "", "NOT QUICK") if report.skipped and _LEFT_OUT in str(report.longrepr) else None
 
 
 _LEFT_OUT = "starts a process, which --quick leaves out"
+_left: list[str] = []
 
 
 def _leave(*_: Any) -> NoReturn:
+    _left.append(_LEFT_OUT)
     pytest.skip(_LEFT_OUT)
