@@ -22,7 +22,7 @@ from shard_core.checkpoint.format.chunk_index import Chunk, ChunkIndex, TensorRe
 from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
 from shard_core.checkpoint.save.merge import merge_rank_indexes
 from shard_core.checkpoint.save.rank_index import decode_rank_index, encode_rank_index, index_of
-from shard_core.checkpoint.storage.file_record import FileRecord
+from shard_core.checkpoint.storage.interface import FileRecord
 
 TENSORS, READERS, ATTEMPT = 640, 1000, "0123456789ab"
 

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import SHAPES, LaidOutState, Layout, layouts
 
-from shard_core.checkpoint.format.box import Box, boxes_of_range, tiling_flaw
+from shard_core.checkpoint.format.box import Box, boxes_of_range
 from shard_core.checkpoint.format.dtypes import ITEM_SIZES, torch_dtype
+from shard_core.checkpoint.format.tiling import tiling_flaw
 from shard_core.checkpoint.inspection.verify import verify
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 

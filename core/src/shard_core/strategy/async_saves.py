@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.interface import SaveHandle
-from shard_core.checkpoint.save.background_thread import run_in_background
+from shard_core.checkpoint.save.async_save import run_in_background
 from shard_core.errors import CollectiveError
 
 if TYPE_CHECKING:

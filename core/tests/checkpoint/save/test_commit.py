@@ -21,7 +21,7 @@ from shard_core.checkpoint.save.commit import Attempt
 from shard_core.checkpoint.save.rank_index import decode_layout, decode_rank_index, encode_rank_index, index_of
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 from shard_core.checkpoint.state.tensor_state import TensorState
-from shard_core.checkpoint.storage.file_record import FileRecord
+from shard_core.checkpoint.storage.interface import FileRecord
 from shard_core.checkpoint.storage.local import LocalFolder
 from shard_core.errors import CheckpointError, InvalidOption
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fixtures.scripts import environment
 
-from shard_core.checkpoint.format.box import tiling_flaw
+from shard_core.checkpoint.format.tiling import tiling_flaw
 
 MESHES = ("2x2", "3x2")
 

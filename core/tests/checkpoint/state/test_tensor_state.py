@@ -9,7 +9,7 @@ import torch
 from fixtures.single_rank import load, save, state_of
 from torch import nn
 
-from shard_core.checkpoint.format.box import tiling_flaw
+from shard_core.checkpoint.format.tiling import tiling_flaw
 from shard_core.checkpoint.state.shard import FlatPart
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.checkpoint.state.training_state import Slot

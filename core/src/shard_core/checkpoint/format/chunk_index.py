@@ -20,7 +20,7 @@ from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.format.box import Box, Integers
-    from shard_core.checkpoint.storage.file_record import FileRecord
+    from shard_core.checkpoint.storage.interface import FileRecord
 
 Columns = dict[str, npt.NDArray[Any]]
 

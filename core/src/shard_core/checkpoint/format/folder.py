@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from shard_core.checkpoint.format.chunk_index import ChunkIndex
-from shard_core.checkpoint.format.foreign_files import holds_weights
+from shard_core.checkpoint.format.foreign_formats import holds_weights
 from shard_core.checkpoint.format.manifest import HEAD_BYTES, MANIFEST_NAME, Manifest, sequence_in
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.errors import CheckpointCorrupted, CheckpointNotFound, nearest

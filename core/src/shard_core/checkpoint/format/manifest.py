@@ -13,7 +13,7 @@ import xxhash
 from shard_core.checkpoint.format.chunk_index import TensorRecord
 from shard_core.checkpoint.format.dtypes import ITEM_SIZES
 from shard_core.checkpoint.format.json_fields import Fields, shown
-from shard_core.checkpoint.storage.file_record import FileRecord
+from shard_core.checkpoint.storage.interface import FileRecord
 from shard_core.errors import CheckpointCorrupted
 
 MANIFEST_NAME = "manifest.json"

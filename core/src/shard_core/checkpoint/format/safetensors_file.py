@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 import xxhash
 
 from shard_core.checkpoint.format.dtypes import ITEM_SIZES
-from shard_core.checkpoint.storage.file_record import FileRecord
+from shard_core.checkpoint.storage.interface import FileRecord
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:

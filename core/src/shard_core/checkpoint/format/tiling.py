@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from shard_core.checkpoint.format.box import Box, Integers, tiling_flaw
+from shard_core.checkpoint.format.box import Box, Integers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,3 +66,57 @@ class Tiling:
     def box(self, row: int) -> Box:
         """Give one box."""
         return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
+
+
+def tiling_flaw(shape: Sequence[int], offsets: Integers, sizes: Integers) -> str | None:
+    """Look for what keeps boxes from covering a tensor exactly once.
+
+    Args:
+        shape: The tensor's shape.
+        offsets: One row per box, one column per dim.
+        sizes: Likewise.
+
+    Returns:
+        What is wrong, or None if the boxes tile the tensor.
+
+    Example:
+        >>> tiling_flaw((4,), np.array([[0], [3]]), np.array([[2], [1]]))
+        'boxes hold 3 of its 4 elements'
+    """
+    extent = np.asarray(shape, dtype=np.int64)
+    if (offsets < 0).any() or (sizes < 0).any() or (sizes > extent).any() or (offsets > extent - sizes).any():
+        return "a box reaches outside it"
+    volume = math.prod(shape)
+    held = int(sizes.prod(axis=1, dtype=np.int64).sum()) if len(sizes) else 0
+    if held != volume:
+        return f"boxes hold {held} of its {volume} elements"
+    occupied = sizes.all(axis=1)
+    # As many elements as the tensor has, all inside it: either they tile it or two boxes overlap.
+    if _overlap(offsets[occupied], (offsets + sizes)[occupied], first_dim=0):
+        return "two boxes overlap"
+    return None
+
+
+def _overlap(starts: Integers, stops: Integers, first_dim: int) -> bool:
+    """Tell whether any two boxes share an element.
+
+    Boxes are parted wherever a plane passes between them, dim by dim, until each stands alone; shards of
+    any usual layout part that way, in about the time of sorting them. What no plane parts is compared
+    pair by pair.
+    """
+    count, dims = starts.shape
+    if count <= 1:
+        return False
+    for dim in range(first_dim, first_dim + dims):
+        dim %= dims  # noqa: PLW2901 - dims are tried in a circle
+        order = np.argsort(starts[:, dim], kind="stable")
+        reach = np.maximum.accumulate(stops[order, dim])
+        parted = np.flatnonzero(starts[order[1:], dim] >= reach[:-1]) + 1
+        if len(parted) == count - 1:
+            return False
+        if len(parted):
+            groups = (group for group in np.split(order, parted) if len(group) > 1)
+            return any(_overlap(starts[group], stops[group], dim + 1) for group in groups)
+    return any(
+        bool(((starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i])).all(axis=1).any()) for i in range(count - 1)
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.format.json_fields import Fields
-from shard_core.checkpoint.format.plain_values import plain
+from shard_core.checkpoint.format.values import plain
 from shard_core.checkpoint.keys import RANDOM_KEY, model_key, name_in
 from shard_core.checkpoint.state.optimizer_record import KERNEL_CHOICES
 

@@ -18,8 +18,7 @@ from shard_core.errors import CheckpointCorrupted, CheckpointNotFound
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.format.chunk_index import Chunk, TensorRecord
-    from shard_core.checkpoint.storage.file_record import FileRecord
-    from shard_core.checkpoint.storage.interface import Folder
+    from shard_core.checkpoint.storage.interface import FileRecord, Folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from shard_core._versions import METADATA_CLASSES, METADATA_LAYOUT, METADATA_SIZE
-from shard_core.checkpoint.format.box import Box, tiling_flaw
+from shard_core.checkpoint.format.box import Box
+from shard_core.checkpoint.format.tiling import tiling_flaw
 from shard_core.checkpoint.interop.inert_pickle import Record, load_inert
 from shard_core.checkpoint.interop.safetensors_files import check_inside
 from shard_core.checkpoint.interop.weights import Layout

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.all_ranks import check_same_path, on_all_ranks
 from shard_core.checkpoint.checks import check_flag, check_key, check_names, check_storage_options
-from shard_core.checkpoint.format.foreign_files import INDEX_SUFFIX
+from shard_core.checkpoint.format.foreign_formats import INDEX_SUFFIX
 from shard_core.checkpoint.interop.mismatch import Findings, Names, WeightsComparison, fill
 from shard_core.checkpoint.interop.recognition import find_weights, received_weights
 from shard_core.checkpoint.interop.source import Source, open_source

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.format.foreign_files import (
+from shard_core.checkpoint.format.foreign_formats import (
     BEGINNING_BYTES,
     INDEX_SUFFIX,
     METADATA_NAME,

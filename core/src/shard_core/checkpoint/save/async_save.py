@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -10,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.interface import SaveHandle
-from shard_core.checkpoint.save.background_thread import run_in_background
 from shard_core.checkpoint.save.host_memory import Room, crowded_host, room_for
 from shard_core.checkpoint.save.snapshot import Snapshot
 from shard_core.checkpoint.storage.opening import named
@@ -82,3 +83,39 @@ def async_save(
 
     run_in_background(coordinator, save, handle.committed, name="shard-save")
     return handle
+
+
+def run_in_background(
+    coordinator: Coordinator, task: Callable[[Coordinator], None], outcome: Future[None], *, name: str
+) -> None:
+    """Start a task in a thread; every rank calls this at the same point.
+
+    The interpreter waits for the thread before it exits.
+
+    Args:
+        coordinator: How ranks talk in this thread.
+        task: Is handed how they talk in the other.
+        outcome: Is told when the task has returned, or what it raised.
+        name: The thread's.
+
+    Raises:
+        MissingCapability: If the ranks can talk in no other thread.
+    """
+    line = contextlib.ExitStack()
+    # Entered here: a process that is about to exit may start no further threads, and a line may need one.
+    others = line.enter_context(coordinator.side_channel())
+
+    def run() -> None:
+        try:
+            with line:
+                task(others)
+        except BaseException as error:  # noqa: BLE001 - whoever looks at the outcome raises it
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    try:
+        threading.Thread(target=run, name=name, daemon=False).start()
+    except RuntimeError:
+        line.close()
+        raise

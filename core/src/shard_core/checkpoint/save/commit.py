@@ -27,7 +27,7 @@ import xxhash
 from shard_core.checkpoint.format.folder import standing_manifest
 from shard_core.checkpoint.format.manifest import CLAIM, MANIFEST_NAME, Manifest
 from shard_core.checkpoint.keys import KINDS
-from shard_core.checkpoint.storage.file_record import FileRecord
+from shard_core.checkpoint.storage.interface import FileRecord
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointOvertaken
 
 if TYPE_CHECKING:

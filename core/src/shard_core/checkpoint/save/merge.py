@@ -15,7 +15,7 @@ from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.format.box import Integers
-    from shard_core.checkpoint.storage.file_record import FileRecord
+    from shard_core.checkpoint.storage.interface import FileRecord
 
 
 def merge_rank_indexes(parts: Iterable[RankIndex]) -> ChunkIndex:

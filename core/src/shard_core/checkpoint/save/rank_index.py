@@ -20,7 +20,7 @@ from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.format.box import Integers
-    from shard_core.checkpoint.storage.file_record import FileRecord
+    from shard_core.checkpoint.storage.interface import FileRecord
 
 _LAYOUT, _TENSORS, _ABOUT = "layout", "tensors", "about"
 #: The columns of an index that differ from rank to rank; the others are the layout, which many ranks have in common.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from shard_core.checkpoint.format.values import JSON
     from shard_core.checkpoint.save.commit import Attempt
-    from shard_core.checkpoint.storage.file_record import FileRecord
+    from shard_core.checkpoint.storage.interface import FileRecord
     from shard_core.checkpoint.storage.tasks import Tasks
 
 

@@ -11,7 +11,7 @@ from shard_core.checkpoint.storage.reads import FileRange, FileReads, OpenedFile
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.storage.file_record import FileRecord
+    from shard_core.checkpoint.storage.interface import FileRecord
     from shard_core.checkpoint.storage.remote import RemoteFolder
 
 #: What one request asks for at most: several together are faster than a long one.

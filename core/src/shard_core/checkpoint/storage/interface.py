@@ -12,8 +12,33 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from shard_core.errors import CheckpointCorrupted
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.storage.file_record import FileRecord
     from shard_core.checkpoint.storage.reads import FileReads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint.
+
+    Attributes:
+        path: Its name in the checkpoint's folder.
+        bytes: Its length.
+        digest: xxh3 of its header, as 16 hexadecimal digits; the data have digests by block.
+    """
+
+    path: str
+    bytes: int
+    digest: str
+
+    def check_length(self, length: int) -> None:
+        """Compare with the length that is found.
+
+        Raises:
+            CheckpointCorrupted: If it is another.
+        """
+        if length != self.bytes:
+            raise CheckpointCorrupted(
+                f"{self.path!r} has {length} bytes, but {self.bytes} were committed; it was cut short or replaced."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

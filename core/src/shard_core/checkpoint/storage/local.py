@@ -18,7 +18,7 @@ from shard_core.checkpoint.storage.tasks import Tasks
 from shard_core.errors import CheckpointCorrupted, CheckpointError
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.storage.file_record import FileRecord
+    from shard_core.checkpoint.storage.interface import FileRecord
 
 #: How much of a new file is kept back before it is sent to the disk.
 _FLUSHED_BYTES = 1 << 25

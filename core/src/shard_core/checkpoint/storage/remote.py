@@ -17,7 +17,7 @@ from shard_core.errors import CheckpointCorrupted, CheckpointError, StorageError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-    from shard_core.checkpoint.storage.file_record import FileRecord
+    from shard_core.checkpoint.storage.interface import FileRecord
     from shard_core.checkpoint.storage.reads import FileReads
 
 
