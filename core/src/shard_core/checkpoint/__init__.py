@@ -1,6 +1,6 @@
 """Checkpoint IO: the parts that save and load, which checkpoints of a run stay, and what a checkpoint holds.
 
-One format for every strategy: full tensors cut into boxes, in safetensors files under one manifest.
+One format for every strategy: full tensors split into boxes, in safetensors files under one manifest.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _SHOWN = 4
 
 
 def on_all_ranks(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -> list[T]:
-    """Run one phase on every rank and learn what became of it everywhere.
+    """Run one phase on every rank and return every rank's result.
 
     Args:
         coordinator: How ranks talk.
@@ -37,7 +37,7 @@ def on_all_ranks(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -
     try:
         result = phase()
     except CollectiveError:
-        raise  # the ranks cannot talk, so there is nobody to tell
+        raise  # the ranks cannot communicate, so no other can learn of it
     except ShardError as error:
         cause, failure = error, _Failure(_kind(error), str(error), deliberate=True)
     except Exception as error:  # noqa: BLE001 - every rank raises it below, this one included
@@ -45,8 +45,8 @@ def on_all_ranks(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -
             error,
             _Failure(CheckpointError.__name__, f"{type(error).__name__}: {error}", deliberate=False),
         )
-    told = None if failure is None else (failure.kind, failure.text, failure.deliberate)
-    answers = coordinator.gather_objects((result, told))
+    sent = None if failure is None else (failure.kind, failure.text, failure.deliberate)
+    answers = coordinator.gather_objects((result, sent))
     failures = {rank: _Failure(*failure) for rank, (_, failure) in enumerate(answers) if failure is not None}
     if failures:
         first = next(iter(failures.values()))
@@ -55,7 +55,7 @@ def on_all_ranks(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -
 
 
 def check_same_path(paths: Sequence[str]) -> None:
-    """Make sure that all ranks mean one checkpoint.
+    """Check that all ranks mean one checkpoint.
 
     Args:
         paths: What each rank was given, in rank order.
@@ -70,14 +70,14 @@ def check_same_path(paths: Sequence[str]) -> None:
             )
 
 
-#: The classes by whose names ranks tell one another of failures.
+#: The classes of errors that ranks send one another, by name.
 _KINDS = {
     each.__name__: each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, ShardError)
 }
 
 
 def _kind(error: ShardError) -> str:
-    """Name an error's class, or the one of Shard's own that it extends: no other can be named to other ranks."""
+    """Return the name of an error's class, or of the one of Shard's own that it extends: ranks can send no other."""
     return next(each.__name__ for each in type(error).__mro__ if each in _KINDS.values())
 
 

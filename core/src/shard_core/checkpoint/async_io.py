@@ -1,4 +1,4 @@
-"""Checkpoints that are saved behind training unless the user asks otherwise."""
+"""A checkpoint IO that saves asynchronously unless the user asks otherwise."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Lets another part save with ``blocking=False`` where nothing else was asked for, and load as it does.
+    """Saves through another checkpoint IO, with ``blocking=False`` where nothing else was asked for.
 
     Args:
-        inner: What saves and loads; None for ``ShardedCheckpointIO``. One that cannot save behind training refuses to
-            when it is told to save.
+        inner: What saves and loads; None for ``ShardedCheckpointIO``. One that cannot save asynchronously refuses to.
 
     Example:
         >>> AsyncCheckpointIO()
@@ -87,5 +86,5 @@ class AsyncCheckpointIO(CheckpointIO):
     def latest(
         self, folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
     ) -> Path | str | None:
-        """Find the newest committed checkpoint; see ``CheckpointIO.latest``."""
+        """Return the newest committed checkpoint; see ``CheckpointIO.latest``."""
         return self._inner.latest(folder, storage_options=storage_options)

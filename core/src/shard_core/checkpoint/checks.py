@@ -1,4 +1,4 @@
-"""What people may get wrong in a call to save or load, said before anything is done."""
+"""Checks of the arguments of a save or a load, made before anything is done."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shard_core.errors import InvalidOption
 
 
 def check_flag(name: str, value: object, *, or_none: bool = False) -> None:
-    """Make sure that an argument is True or False: a word such as ``"no"`` would count as True.
+    """Check that an argument is True or False: a word such as ``"no"`` would count as True.
 
     Args:
         name: The argument.
@@ -21,53 +21,53 @@ def check_flag(name: str, value: object, *, or_none: bool = False) -> None:
     if isinstance(value, bool) or (or_none and value is None):
         return
     allowed = "True, False or None" if or_none else "True or False"
-    raise InvalidOption(f"{name} is {_told(value)}; give {allowed}.")
+    raise InvalidOption(f"{name} is {_described(value)}; give {allowed}.")
 
 
 def check_filter(filter: object) -> None:
-    """Make sure that a filter can be asked.
+    """Check that a filter can be called.
 
     Raises:
         InvalidOption: If it cannot.
     """
     if filter is not None and not callable(filter):
         raise InvalidOption(
-            f"filter is {_told(filter)}; give a function that tells by a tensor's key, such as 'model.head.weight', "
-            "whether it is saved."
+            f"filter is {_described(filter)}; give a function that returns for a tensor's key, such as "
+            "'model.head.weight', whether it is saved."
         )
 
 
 def check_storage_options(options: object) -> None:
-    """Make sure that options of a store have names.
+    """Check that options of a store have names.
 
     Raises:
         InvalidOption: If they have none.
     """
     if options is not None and not isinstance(options, Mapping):
-        raise InvalidOption(f"storage_options is {_told(options)}; give a dict, as fsspec takes it.")
+        raise InvalidOption(f"storage_options is {_described(options)}; give a dict, as fsspec takes it.")
 
 
 def check_names(names: object) -> None:
-    """Make sure that names can be looked up.
+    """Check that names can be looked up.
 
     Raises:
         InvalidOption: If they cannot.
     """
     if names is not None and not isinstance(names, Mapping) and not callable(names):
         raise InvalidOption(
-            f"names is {_told(names)}; give a dict or a function from the names in the files to the module's."
+            f"names is {_described(names)}; give a dict or a function from the names in the files to the module's."
         )
 
 
 def check_key(key: object) -> None:
-    """Make sure that a key is text.
+    """Check that a key is text.
 
     Raises:
         InvalidOption: If it is not.
     """
     if key is not None and not isinstance(key, str):
-        raise InvalidOption(f"key is {_told(key)}; give the key of a state dict in the file, such as 'model'.")
+        raise InvalidOption(f"key is {_described(key)}; give the key of a state dict in the file, such as 'model'.")
 
 
-def _told(value: object) -> str:
+def _described(value: object) -> str:
     return f"{value!r}, of type {type(value).__name__}"

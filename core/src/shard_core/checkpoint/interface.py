@@ -1,4 +1,4 @@
-"""What is kept: the part that saves and loads training state."""
+"""The interface of checkpoint IO: what saves and loads training state, and what a save and a load return."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SaveHandle:
 
     @classmethod
     def finished(cls, path: str | os.PathLike[str]) -> SaveHandle:
-        """Describe a save that is complete.
+        """Return the handle of a save that is complete.
 
         Example:
             >>> SaveHandle.finished("run/step-100").committed.done()
@@ -46,7 +46,7 @@ class SaveHandle:
         return cls(path=named(path), staged=done, committed=done)
 
     def wait(self, timeout: float | None = None) -> Path | str:
-        """Wait until the checkpoint is complete and say where it is.
+        """Wait until the checkpoint is complete and return where it is.
 
         Args:
             timeout: Seconds to wait at most; None for as long as it takes.
@@ -61,11 +61,11 @@ class SaveHandle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """What a load brought besides the tensors it filled.
+    """What a load returns besides the tensors it filled.
 
     Attributes:
         values: All values that were saved, by the user's names.
-        information: What was written down about the run that saved it.
+        information: What is recorded about the run that saved it.
         remainder: The user's names of modules and optimizers in the checkpoint that were not asked for.
         differences: What did not fit and was left as it was; empty unless ``strict=False``.
     """
@@ -106,7 +106,7 @@ class CheckpointIO(abc.ABC):
             coordinator: How ranks talk.
             information: What people may want to know of this run; JSON values.
             storage_options: For the store a URL names.
-            filter: Tells by its key whether a tensor of a module or an optimizer is written.
+            filter: Returns whether a tensor of a module or an optimizer is written, by its key.
             state_dict_type: ``"sharded"`` (the default) or ``"full"``.
             blocking: Whether to return only when the checkpoint is complete; None for what this part does by itself.
                 Where it is False, the handle's ``staged`` is done no later than ``committed``, and the process does
@@ -114,7 +114,7 @@ class CheckpointIO(abc.ABC):
 
         Raises:
             CheckpointError: If it cannot be written; a checkpoint that was there still is.
-            MissingCapability: If it cannot save behind training and ``blocking`` is False.
+            MissingCapability: If it cannot save asynchronously and ``blocking`` is False.
         """
 
     @abc.abstractmethod
@@ -136,15 +136,15 @@ class CheckpointIO(abc.ABC):
             state: Modules and optimizers; None for the values alone.
             coordinator: How ranks talk.
             storage_options: For the store a URL names.
-            strict: Whether a difference is an error rather than something to leave as it is.
-            values: The user's names of the values that are asked for; one that is lacking is a difference.
+            strict: Whether a mismatch is an error rather than something to leave as it is.
+            values: The user's names of the values that are asked for; one that is lacking is a mismatch.
             take_values: Called on every rank with all values, once everything else is found to be in order and before
                 any tensor is filled. What it raises stops the load there. It may be called again, if the checkpoint
                 is replaced while it is read.
 
         Raises:
             CheckpointNotFound: If there is no committed checkpoint at the path.
-            CheckpointMismatch: If checkpoint and state differ; nothing was changed.
+            CheckpointMismatch: If checkpoint and state do not match; nothing was changed.
             CheckpointCorrupted: If the files are not what was committed; nothing was changed.
         """
 
@@ -152,9 +152,9 @@ class CheckpointIO(abc.ABC):
         self,
         folder: str | os.PathLike[str],
         *,
-        storage_options: Mapping[str, Any] | None = None,  # noqa: ARG002 - for those who can tell
+        storage_options: Mapping[str, Any] | None = None,  # noqa: ARG002 - for those who implement it
     ) -> Path | str | None:
-        """Find the newest committed checkpoint in a folder; called on rank 0 alone.
+        """Return the newest committed checkpoint in a folder; called on rank 0 alone.
 
         Args:
             folder: Where a run keeps its checkpoints; one that does not exist yet holds none.
@@ -164,7 +164,7 @@ class CheckpointIO(abc.ABC):
             The checkpoint's path or URL, or None if there is none.
 
         Raises:
-            MissingCapability: If this storage cannot tell.
+            MissingCapability: If this class does not implement it.
         """
         raise MissingCapability(
             f"{type(self).__name__} cannot tell which checkpoint in {os.fspath(folder)!r} is the newest; give "

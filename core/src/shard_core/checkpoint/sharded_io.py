@@ -1,4 +1,7 @@
-"""Checkpoints that every rank writes its part of, in safetensors files at a place all ranks share."""
+"""The checkpoint IO of every strategy: each rank writes its shards into safetensors files in a shared folder.
+
+The phases of a save are in ``save``, those of a load in ``load``.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _MOST_REPLACED = 20
 class ShardedCheckpointIO(CheckpointIO):
     """Writes and reads the format that all strategies share.
 
-    With ``state_dict_type="full"`` the ranks' parts are joined into one safetensors file, a tensor at
+    With ``state_dict_type="full"`` the ranks' shards are joined into one safetensors file, a tensor at
     a time, before the checkpoint is committed.
 
     Args:
@@ -60,10 +63,10 @@ class ShardedCheckpointIO(CheckpointIO):
         state_dict_type: str | None = None,
         blocking: bool | None = None,
     ) -> SaveHandle:
-        """Write a checkpoint, behind training only if ``blocking`` is False; see ``CheckpointIO.save``."""
-        behind = blocking is False
-        asked = on_all_ranks(coordinator, f"saving {os.fspath(path)!r}", lambda: (_form(state_dict_type), behind))
-        _check_same_way(asked)
+        """Write a checkpoint, asynchronously only if ``blocking`` is False; see ``CheckpointIO.save``."""
+        is_async = blocking is False
+        asked = on_all_ranks(coordinator, f"saving {os.fspath(path)!r}", lambda: (_form(state_dict_type), is_async))
+        _check_same_arguments(asked)
         form, _ = asked[0]
 
         def write(state: TrainingState, values: Mapping[str, Any], coordinator: Coordinator) -> SaveHandle:
@@ -74,7 +77,7 @@ class ShardedCheckpointIO(CheckpointIO):
             return save.commit(self._retain)
 
         kept = state if filter is None else FilteredState(state, filter)
-        if behind:
+        if is_async:
             return async_save(path, kept, values, coordinator, write)
         return write(kept, values, coordinator)
 
@@ -98,16 +101,16 @@ class ShardedCheckpointIO(CheckpointIO):
 
         check_same_path(on_all_ranks(coordinator, doing, begin))
         folder = open_folder(path, storage_options)
-        # Rank 0 alone looks: on shared file systems ranks may see different things.
-        manifest = _looked_up(coordinator, doing, lambda: read_manifest(folder))
+        # Rank 0 alone reads: on shared file systems ranks may see different things.
+        manifest = _read_on_rank_0(coordinator, doing, lambda: read_manifest(folder))
         for _ in range(_MOST_REPLACED):
-            restoration = ShardedLoad(folder, state, strict=strict, values=values, take_values=take_values)
+            load = ShardedLoad(folder, state, strict=strict, values=values, take_values=take_values)
             try:
-                _prepare(restoration, manifest, folder, coordinator, doing)
+                _prepare(load, manifest, folder, coordinator, doing)
                 break
             except CheckpointError:
                 before = manifest
-                manifest = _looked_up(coordinator, doing, lambda: standing_manifest(folder) or b"")
+                manifest = _read_on_rank_0(coordinator, doing, lambda: standing_manifest(folder) or b"")
                 if manifest in (b"", before):
                     raise
                 # What it named may be gone by now, and what it said does not count any more.
@@ -116,8 +119,8 @@ class ShardedCheckpointIO(CheckpointIO):
                 f"{os.fspath(path)!r} was replaced {_MOST_REPLACED} times while it was read; load it when nobody saves "
                 "there so often, or save each checkpoint to a path of its own."
             )
-        on_all_ranks(coordinator, doing, restoration.fill)
-        return restoration.loaded()
+        on_all_ranks(coordinator, doing, load.fill)
+        return load.loaded()
 
     def _retain(self, committed: Folder) -> None:
         if self._retention is not None:
@@ -126,49 +129,49 @@ class ShardedCheckpointIO(CheckpointIO):
     def latest(
         self, folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
     ) -> Path | str | None:
-        """Find the newest committed checkpoint; see ``CheckpointIO.latest``."""
+        """Return the newest committed checkpoint; see ``CheckpointIO.latest``."""
         return latest(folder, storage_options=storage_options)
 
 
-def _looked_up(coordinator: Coordinator, doing: str, look: Callable[[], bytes]) -> bytes:
-    """Look something up on rank 0 for all ranks."""
+def _read_on_rank_0(coordinator: Coordinator, doing: str, read: Callable[[], bytes]) -> bytes:
+    """Read on rank 0 and broadcast."""
     found = b""
 
     def phase() -> None:
         nonlocal found
         if coordinator.rank == 0:
-            found = look()
+            found = read()
 
     on_all_ranks(coordinator, doing, phase)
     return coordinator.broadcast_object(found)
 
 
-def _prepare(restoration: ShardedLoad, manifest: bytes, folder: Folder, coordinator: Coordinator, doing: str) -> None:
+def _prepare(load: ShardedLoad, manifest: bytes, folder: Folder, coordinator: Coordinator, doing: str) -> None:
     """Do all of a load that changes nothing."""
     # What is on a disk comes sooner from there than from another rank: mostly out of the host's own memory.
-    handing_on = folder.far and coordinator.world_size > 1
+    broadcasts = folder.far and coordinator.world_size > 1
 
     def prepare() -> None:
-        restoration.prepare(manifest)
-        if not handing_on:
-            restoration.verify()
+        load.prepare(manifest)
+        if not broadcasts:
+            load.verify()
 
     on_all_ranks(coordinator, doing, prepare)
-    if handing_on:
-        restoration.broadcast_reads(coordinator, doing)
-        on_all_ranks(coordinator, doing, restoration.verify)
+    if broadcasts:
+        load.broadcast_reads(coordinator, doing)
+        on_all_ranks(coordinator, doing, load.verify)
 
 
-def _check_same_way(asked: Sequence[tuple[str, bool]]) -> None:
-    """Make sure that all ranks save in one form, and all at once or all behind training."""
-    for rank, (form, behind) in enumerate(asked):
+def _check_same_arguments(asked: Sequence[tuple[str, bool]]) -> None:
+    """Check that all ranks save in one form, and all of them asynchronously or none."""
+    for rank, (form, other) in enumerate(asked):
         if form != asked[0][0]:
             raise CheckpointError(
                 f"rank {rank} was given state_dict_type {form!r}, rank 0 {asked[0][0]!r}; give all ranks the same."
             )
-        if behind != asked[0][1]:
+        if other != asked[0][1]:
             raise CheckpointError(
-                f"rank {rank} saves with blocking={not behind}, rank 0 with blocking={not asked[0][1]}; give all ranks "
+                f"rank {rank} saves with blocking={not other}, rank 0 with blocking={not asked[0][1]}; give all ranks "
                 "the same."
             )
 

@@ -147,11 +147,11 @@ class StrategyCheckpointing(StrategyStateDict):
 
         contents = self._on_all_ranks("loading", path, take_apart)
         # Only now: a data loader's state is put together by all ranks, and one of them may have raised above.
-        self._on_all_ranks("loading", path, contents.remember)
+        self._on_all_ranks("loading", path, contents.back_up)
         tensors = contents.modules or contents.optimizers
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
         # Checked with all else: a value found lacking after the tensors were filled would come too late.
-        values = contents.names_of_values - {PRECISION_KEY}
+        values = contents.value_names - {PRECISION_KEY}
         data_ranks = self.collectives.gather_objects(self.distributed_sampler_kwargs["rank"])
 
         taken = False
@@ -179,7 +179,7 @@ class StrategyCheckpointing(StrategyStateDict):
             if not taken:  # by a part that hands values out when all is filled
                 self._on_all_ranks("loading", path, lambda: take_values(loaded.values))
         except BaseException:
-            contents.put_back()
+            contents.roll_back()
             raise
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)

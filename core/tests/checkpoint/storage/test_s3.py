@@ -110,7 +110,7 @@ def test_a_run_keeps_its_last_checkpoints(worlds: Any, s3: dict[str, Any]) -> No
     assert found == ["s3://bucket/kept/2"] * 2
     entries = run_entries("s3://bucket/kept", storage_options=s3)
     assert [(entry.path, entry.step) for entry in entries] == [("s3://bucket/kept/1", 2), ("s3://bucket/kept/2", 3)]
-    assert not any(entry.leftovers or entry.foreign for entry in entries)
+    assert not any(entry.leftovers or entry.unknown for entry in entries)
 
 
 def test_damage_is_named(worlds: Any, s3: dict[str, Any]) -> None:

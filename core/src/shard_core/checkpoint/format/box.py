@@ -1,4 +1,4 @@
-"""Axis-aligned boxes of tensors: cutting flat ranges into them, intersecting them, proving that they tile."""
+"""Axis-aligned boxes of tensors: intersecting them, and splitting flat ranges into them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Give the box that is all of a tensor.
+        """Return the box that is all of a tensor.
 
         Example:
             >>> Box.whole((2, 3))
@@ -40,7 +40,7 @@ class Box:
         return math.prod(self.sizes)
 
     def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
-        """Give the index of this box inside a larger one that begins at ``origin``.
+        """Return the index of this box inside a larger one that begins at ``origin``.
 
         Example:
             >>> Box((4, 0), (2, 3)).slices((3, 0))
@@ -52,7 +52,7 @@ class Box:
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """Give the box both share, or None if they share no element.
+        """Return the box both share, or None if they share no element.
 
         Example:
             >>> Box((0, 0), (4, 2)).intersection(Box((3, 1), (4, 4)))
@@ -73,12 +73,12 @@ class Box:
             (4, 9)
         """
         first = last = 0
-        for size, part in zip(whole.sizes, self.slices(whole.offsets), strict=True):
-            first, last = first * size + part.start, last * size + part.stop - 1
+        for size, along in zip(whole.sizes, self.slices(whole.offsets), strict=True):
+            first, last = first * size + along.start, last * size + along.stop - 1
         return first, last + 1
 
     def pieces(self, whole: Box, most: int) -> Iterator[Box]:
-        """Cut it into boxes of which none spans more than so many elements of a larger box.
+        """Split it into boxes of which none spans more than so many elements of a larger box.
 
         Example:
             >>> [piece.offsets for piece in Box.whole((4, 3)).pieces(Box.whole((4, 3)), 6)]
@@ -98,7 +98,7 @@ class Box:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Cut a range of a tensor's elements, counted row by row, into boxes.
+    """Split a range of a tensor's elements, counted row by row, into boxes.
 
     Each box is contiguous in the range, so that a flat shard is its boxes' views one after another.
     There are at most ``2 * len(shape) - 1``.

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Columns = dict[str, npt.NDArray[Any]]
 
-#: Tensors that are cut alike share a ``cut``, which has ``rows`` boxes (where each cut's begin, and where the last
-#: end), of as many ``offsets`` and ``sizes`` as the tensors have dims. Each tensor has one ``file`` and one ``begin``
-#: per box of its cut, and as many ``digests`` as these chunks have blocks.
+#: Tensors that are tiled alike share a tiling, whose number is in ``cut``. It has ``rows`` boxes (where each tiling's
+#: begin, and where the last end), of as many ``offsets`` and ``sizes`` as the tensors have dims. Each tensor has one
+#: ``file`` and one ``begin`` per box of its tiling, and as many ``digests`` as these chunks have blocks.
 COLUMNS = {"cut": "i4", "rows": "i8", "offsets": "i8", "sizes": "i8", "file": "i4", "begin": "i8", "digests": "u8"}
-#: What is said of an index in which two chunks hold the same byte.
+#: The error of an index in which two chunks hold the same byte.
 SHARED_BYTES = "the index of chunks gives some bytes of a file to two chunks."
 _OUTSIDE = "the index of chunks points outside a file, or between two elements."
 
@@ -60,7 +60,7 @@ class Chunk:
     Attributes:
         file: The file, by its place in the index.
         begin: Where the box's elements begin in the file.
-        box: Which part of the tensor it is.
+        box: Which box of the tensor it is.
         digests: xxh3 of each block of its bytes.
     """
 
@@ -90,9 +90,9 @@ class ChunkIndex:
         self.files = tuple(files)
         self.columns = columns
         self._position = {tensor.key: place for place, tensor in enumerate(self.tensors)}
-        self._cuts = _cuts(self.tensors, columns)
-        self._cut_of = columns["cut"].tolist()
-        self._rows = starts([len(self._cuts[cut]) for cut in self._cut_of])
+        self._tilings = _tilings(self.tensors, columns)
+        self._tiling_of = columns["cut"].tolist()
+        self._rows = starts([len(self._tilings[number]) for number in self._tiling_of])
         if not len(columns["file"]) == len(columns["begin"]) == self._rows[-1]:
             raise CheckpointCorrupted("the index of chunks does not say of each chunk where it is.")
         self._digests: dict[tuple[int, int], Integers] = {}
@@ -122,23 +122,23 @@ class ChunkIndex:
         return len(self.columns["file"])
 
     def record(self, key: str) -> TensorRecord:
-        """Describe a full tensor."""
+        """Return the record of a full tensor."""
         return self.tensors[self._position[key]]
 
     def chunks(self, key: str) -> Iterator[Chunk]:
-        """Give a tensor's chunks."""
+        """Yield a tensor's chunks."""
         position = self._position[key]
-        for row in range(len(self._cuts[self._cut_of[position]])):
+        for row in range(len(self._tilings[self._tiling_of[position]])):
             yield self._chunk(position, row)
 
     def overlaps(self, key: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """Give the chunks of a tensor that share elements with a box, and which elements."""
+        """Yield the chunks of a tensor that share elements with a box, and which elements."""
         position = self._position[key]
-        for row, common in self._cuts[self._cut_of[position]].overlaps(box):
+        for row, common in self._tilings[self._tiling_of[position]].overlaps(box):
             yield self._chunk(position, row), common
 
     def in_file(self, number: int) -> Iterator[tuple[TensorRecord, Chunk]]:
-        """Give the chunks of one file and their tensors, in the order of their bytes."""
+        """Yield the chunks of one file and their tensors, in the order of their bytes."""
         chunks = np.flatnonzero(self.columns["file"] == number)
         chunks = chunks[np.argsort(self.columns["begin"][chunks], kind="stable")]
         positions = np.searchsorted(self._rows, chunks, side="right") - 1
@@ -146,22 +146,22 @@ class ChunkIndex:
             yield self.tensors[position], self._chunk(position, row)
 
     def check_tiling(self) -> None:
-        """Prove that the chunks tile every tensor.
+        """Check that the chunks tile every tensor.
 
         Raises:
             CheckpointCorrupted: Naming the first tensor that is not covered exactly once.
         """
-        for number, cut in enumerate(self._cuts):
-            flaw = cut.flaw()
+        for number, tiling in enumerate(self._tilings):
+            flaw = tiling.flaw()
             if flaw:
-                key = self.tensors[self._cut_of.index(number)].key
-                raise CheckpointCorrupted(f"{key!r} of shape {cut.shape} is not covered exactly once: {flaw}.")
+                key = self.tensors[self._tiling_of.index(number)].key
+                raise CheckpointCorrupted(f"{key!r} of shape {tiling.shape} is not covered exactly once: {flaw}.")
 
     def check_places(self) -> None:
-        """Prove that all chunks lie in files, and that no byte of a file belongs to two.
+        """Check that all chunks lie in files, and that no byte of a file belongs to two.
 
-        That takes a look at each of millions of chunks. Whoever reads some of them needs no proof of all: no method
-        gives a chunk that does not lie in a file.
+        That looks at each of millions of chunks. Who reads some of them need not check all: no method returns a chunk
+        that does not lie in a file.
 
         Raises:
             CheckpointCorrupted: If it is not so.
@@ -190,7 +190,7 @@ class ChunkIndex:
     def _chunk(self, position: int, row: int) -> Chunk:
         at = self._rows[position] + row
         file, begin = int(self.columns["file"][at]), int(self.columns["begin"][at])
-        box, item = self._cuts[self._cut_of[position]].box(row), ITEM_SIZES[self.tensors[position].dtype]
+        box, item = self._tilings[self._tiling_of[position]].box(row), ITEM_SIZES[self.tensors[position].dtype]
         in_file = 0 <= file < len(self.files) and 0 <= begin <= self.files[file].bytes - box.volume * item
         if not in_file or begin % item:
             raise CheckpointCorrupted(_OUTSIDE)
@@ -198,25 +198,25 @@ class ChunkIndex:
         return Chunk(file=file, begin=begin, box=box, digests=self.columns["digests"][slice(*digests)].tolist())
 
     def _digest_rows(self, position: int) -> Integers:
-        """Tell where the digests of a tensor's chunks begin among the tensor's."""
-        kind = self._cut_of[position], ITEM_SIZES[self.tensors[position].dtype]
+        """Return where the digests of a tensor's chunks begin among the tensor's."""
+        kind = self._tiling_of[position], ITEM_SIZES[self.tensors[position].dtype]
         if kind not in self._digests:
-            self._digests[kind] = starts(-(-self._cuts[kind[0]].volumes * kind[1] // BLOCK_BYTES))
+            self._digests[kind] = starts(-(-self._tilings[kind[0]].volumes * kind[1] // BLOCK_BYTES))
         return self._digests[kind]
 
     def _chunk_bytes(self) -> Integers:
         sizes = np.empty(len(self), dtype=np.int64)
         for position, tensor in enumerate(self.tensors):
-            volumes = self._cuts[self._cut_of[position]].volumes
+            volumes = self._tilings[self._tiling_of[position]].volumes
             sizes[self._rows[position] : self._rows[position + 1]] = volumes * ITEM_SIZES[tensor.dtype]
         return sizes
 
 
-def _cuts(tensors: Sequence[TensorRecord], columns: Columns) -> list[Tiling]:
-    """Read how the tensors are cut.
+def _tilings(tensors: Sequence[TensorRecord], columns: Columns) -> list[Tiling]:
+    """Return the tilings of the tensors.
 
     Raises:
-        CheckpointCorrupted: If the columns do not say it.
+        CheckpointCorrupted: If the columns contradict each other or the tensors.
     """
     rows = columns["rows"]
     numbers, users = np.unique(columns["cut"], return_index=True)
@@ -230,17 +230,17 @@ def _cuts(tensors: Sequence[TensorRecord], columns: Columns) -> list[Tiling]:
     ends = starts(counts * np.array([len(shape) for shape in shapes], dtype=np.int64))
     if not len(columns["offsets"]) == len(columns["sizes"]) == ends[-1]:
         raise CheckpointCorrupted("the index of chunks does not hold one box per chunk.")
-    for tensor, cut in zip(tensors, columns["cut"].tolist(), strict=True):
-        if tensor.shape != shapes[cut]:
-            raise CheckpointCorrupted(f"{tensor.key!r} is cut as only a tensor of another shape can be.")
-    cuts = [
+    for tensor, number in zip(tensors, columns["cut"].tolist(), strict=True):
+        if tensor.shape != shapes[number]:
+            raise CheckpointCorrupted(f"{tensor.key!r} is tiled as only a tensor of another shape can be.")
+    tilings = [
         Tiling(shape, *(columns[name][begin:end].reshape(count, len(shape)) for name in ("offsets", "sizes")))
         for shape, begin, end, count in zip(shapes, ends[:-1], ends[1:], counts.tolist(), strict=True)
     ]
-    for cut, user in zip(cuts, users.tolist(), strict=True):
-        if not cut.fits():
+    for tiling, user in zip(tilings, users.tolist(), strict=True):
+        if not tiling.fits():
             raise CheckpointCorrupted(f"a chunk of {tensors[user].key!r} is larger than the tensor.")
-    return cuts
+    return tilings
 
 
 def decode_columns(raw: bytes, columns: dict[str, str]) -> Columns:

@@ -1,4 +1,4 @@
-"""Checkpoints in folders: which there are, which is the newest, and reading the manifest of one."""
+"""Checkpoints in folders: which there are, which is the newest, and reading the manifest and the index of one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOOKED_AT = 100
 
 
 def latest(folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Path | str | None:
-    """Find the newest committed checkpoint among a folder's subfolders.
+    """Return the newest committed checkpoint among a folder's subfolders.
 
     The newest is the one committed last, by the number that each save takes, never by a clock: see ``Manifest.order``.
     Saves that were never committed do not count; one whose manifest is damaged is passed over with a
@@ -65,7 +65,7 @@ def committed(folder: Folder) -> list[Folder]:
 
 
 def is_committed(folder: Folder) -> bool:
-    """Tell whether a folder is a committed checkpoint."""
+    """Return whether a folder is a committed checkpoint."""
     return folder.holds(MANIFEST_NAME)
 
 
@@ -114,7 +114,7 @@ def next_sequence(saved: Folder) -> int:
 def read_index(folder: Folder, manifest: Manifest) -> ChunkIndex:
     """Read the index of a checkpoint.
 
-    What it says of places in files is checked of each chunk when that is looked up, or by ``check_places`` of all.
+    Its places in files are checked for each chunk when that is looked up, or by ``check_places`` for all.
 
     Raises:
         CheckpointCorrupted: If it is damaged, or does not cover every tensor exactly once.

@@ -1,4 +1,4 @@
-"""Files and folders that other libraries write weights into, known by how they begin."""
+"""The formats that other libraries write weights in, recognized by how files begin (``interop`` reads them)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGINNING_BYTES = 9
 
 
 def holds_weights(path: Path) -> bool:
-    """Return whether a path holds a peer's files, as far as can be seen without reading them."""
+    """Return whether a path holds weights in a foreign format, as far as can be seen without reading them."""
     if path.is_dir():
         return is_distributed(path) or any(path.glob(f"*{INDEX_SUFFIX}")) or (path / "model.safetensors").is_file()
     return path.is_file() and (is_zip(path) or is_safetensors(path))

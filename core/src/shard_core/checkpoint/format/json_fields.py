@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote, read field by field."""
+"""JSON from a file that is not trusted, read field by field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_LEVELS = 330
 
 
 class Fields:
-    """An object in a manifest, whose fields are taken out only as what they must be.
+    """An object in a manifest, whose fields are returned only as what they must be.
 
     Args:
         content: What ``json.loads`` returned.
@@ -70,44 +70,44 @@ class Fields:
         return name in self._content
 
     def text(self, name: str, pattern: re.Pattern[str] | None = None) -> str:
-        """Take out a string, all of which the pattern must match."""
+        """Return a string, all of which the pattern must match."""
         value = self._take(name)
         if not isinstance(value, str) or (pattern and not pattern.fullmatch(value)):
             self._refuse(name, "a string" + (f" like {pattern.pattern}" if pattern else ""), value)
         return str(value)
 
     def integer(self, name: str, least: int = 0) -> int:
-        """Take out an integer."""
+        """Return an integer."""
         value = self._take(name)
         if type(value) is not int or not least <= value < 2**63:
             self._refuse(name, f"an integer of at least {least}", value)
         return int(value)
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Take out an object as it is."""
+        """Return an object as it is."""
         value = self._take(name)
         if not isinstance(value, dict):
             self._refuse(name, "an object", value)
         return dict(value)
 
     def items(self, name: str) -> list[Any]:
-        """Take out a list as it is."""
+        """Return a list as it is."""
         value = self._take(name)
         if not isinstance(value, list):
             self._refuse(name, "a list", value)
         return list(value)
 
     def texts(self, name: str) -> dict[str, str]:
-        """Take out an object whose fields are strings."""
+        """Return an object whose fields are strings."""
         fields = self.object(name)
         return {key: fields.text(key) for key in self.mapping(name)}
 
     def object(self, name: str) -> Fields:
-        """Take out an object to read on in."""
+        """Return an object as ``Fields``."""
         return Fields(self._take(name), f"{name!r} of {self._owner}")
 
     def listed(self, name: str) -> list[Fields]:
-        """Take out a list of objects to read on in."""
+        """Return a list of objects as ``Fields``."""
         return [Fields(value, f"an item in {name!r} of {self._owner}") for value in self.items(name)]
 
     def _take(self, name: str) -> Any:
@@ -120,7 +120,7 @@ class Fields:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Tell whether JSON is nested more deeply; walks level by level, since recursion is what it guards."""
+    """Return whether JSON is nested more deeply; walks level by level, since recursion is what it guards."""
     level = [value]
     for _ in range(levels):
         level = [
@@ -135,6 +135,6 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Show what stood there, of what is long only the beginning."""
+    """Return a value's ``repr``, of what is long only the beginning."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

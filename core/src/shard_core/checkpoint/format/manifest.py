@@ -17,16 +17,16 @@ from shard_core.checkpoint.storage.interface import FileRecord
 from shard_core.errors import CheckpointCorrupted
 
 MANIFEST_NAME = "manifest.json"
-#: Whose save has this file, may give all its files plain names.
+#: The save that has claimed this file may use plain names for all its files.
 CLAIM = "index.safetensors"
 FORMAT = "shard-checkpoint"
 VERSION = 1
-#: Every name a save may give a file; nothing else is read, and nothing else is ever removed.
+#: Every name that a file of a save may have; nothing else is read, and nothing else is ever removed.
 FILE_NAME = re.compile(
     r"(?:(?:model|optim|state|part)-\d{5,}-of-\d{5,}|checkpoint|index)(?:-[0-9a-f]{12})?\.safetensors"
 )
 
-#: So far into the manifest ``to_bytes`` writes the sequence.
+#: The sequence is in so many first bytes of what ``to_bytes`` writes.
 HEAD_BYTES = 256
 
 _HEAD = re.compile(
@@ -126,7 +126,7 @@ class Manifest:
 
 
 def sequence_in(head: bytes) -> int:
-    """Find the sequence in the first bytes of a manifest, which may be damaged behind them; 0 if there is none."""
+    """Return the sequence in the first bytes of a manifest, the rest of which may be damaged; 0 if there is none."""
     found = _HEAD.match(head)
     return int(found[1]) if found else 0
 
@@ -172,10 +172,10 @@ def _check(manifest: Manifest) -> None:
 
 
 def read_file(fields: Fields) -> FileRecord:
-    """Take out a file as JSON describes it.
+    """Decode the record of a file.
 
     Raises:
-        CheckpointCorrupted: If no save gives a file such a name, or one of the fields is not as it must be.
+        CheckpointCorrupted: If no save writes a file of such a name, or one of the fields is not as it must be.
     """
     return FileRecord(
         path=fields.text("path", FILE_NAME),
@@ -185,10 +185,10 @@ def read_file(fields: Fields) -> FileRecord:
 
 
 def read_tensor(key: str, value: Any) -> TensorRecord:
-    """Take a list of dtype and sizes for a tensor.
+    """Decode the record of a tensor.
 
     Raises:
-        CheckpointCorrupted: If it is no such list.
+        CheckpointCorrupted: If the value is no list of dtype and sizes.
     """
     items: list[Any] = value if isinstance(value, list) and value else [None]
     code, shape = items[0], items[1:]

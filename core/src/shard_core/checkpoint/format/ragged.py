@@ -1,4 +1,4 @@
-"""Columns that consist of runs, one run for each of many things, to whose ends values are added piece by piece."""
+"""Ragged columns: segments one after another, one for each of many things, to whose ends values are added."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ if TYPE_CHECKING:
 
 
 class Piece:
-    """What is added at once: some values to each of some runs.
+    """What is added at once: some values to each of some segments.
 
     Args:
-        runs: The runs, none of them twice.
+        segments: The segments, none of them twice.
         lengths: How many values each of them gets.
     """
 
-    def __init__(self, runs: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> None:
-        self.runs = runs
+    def __init__(self, segments: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> None:
+        self.segments = segments
         self.lengths = lengths
-        self.run_of_value = np.repeat(runs, lengths)
+        self.segment_of_value = np.repeat(segments, lengths)
         self.place_in_piece = ranges(np.zeros(len(lengths), dtype=np.int64), lengths)
 
 
 class RaggedColumn:
-    """The runs of a column, one after another, each as long as all its pieces together.
+    """The segments of a column, one after another, each as long as the sum of its pieces.
 
     Args:
-        count: How many runs there are.
+        count: How many segments there are.
         pieces: What will be added, and how often.
 
     Attributes:
-        lengths: How long each run will be.
+        lengths: How long each segment will be.
 
     Example:
         >>> piece = Piece(np.array([0, 2]), np.array([1, 2]))
-        >>> runs = RaggedColumn(3, [(piece, 2)])
-        >>> [runs.add(piece).tolist() for _ in range(2)]
+        >>> column = RaggedColumn(3, [(piece, 2)])
+        >>> [column.add(piece).tolist() for _ in range(2)]
         [[0, 2, 3], [1, 4, 5]]
     """
 
     def __init__(self, count: int, pieces: Iterable[tuple[Piece, int]]) -> None:
         self.lengths = np.zeros(count, dtype=np.int64)
         for piece, times in pieces:
-            self.lengths[piece.runs] += times * piece.lengths.astype(np.int64)
+            self.lengths[piece.segments] += times * piece.lengths.astype(np.int64)
         self._ends = starts(self.lengths)[:-1]
 
     def __len__(self) -> int:
-        """Count the values of all runs."""
+        """Count the values of all segments."""
         return int(self.lengths.sum())
 
     def add(self, piece: Piece) -> Integers:
-        """Tell where in the column the values of the next piece belong."""
-        places: Integers = self._ends[piece.run_of_value] + piece.place_in_piece
-        self._ends[piece.runs] += piece.lengths
+        """Return where in the column the values of the next piece belong."""
+        places: Integers = self._ends[piece.segment_of_value] + piece.place_in_piece
+        self._ends[piece.segments] += piece.lengths
         return places
 
 
 def starts(counts: npt.ArrayLike) -> Integers:
-    """Tell where each of several runs begins, and where the last ends.
+    """Return where each of several segments begins, and where the last ends.
 
     Example:
         >>> starts([2, 0, 3]).tolist()
@@ -72,7 +72,7 @@ def starts(counts: npt.ArrayLike) -> Integers:
 
 
 def ranges(begins: Integers, lengths: npt.NDArray[np.integer]) -> Integers:
-    """Count up from each of several numbers, as often as told.
+    """Count up from each of several numbers, each by its length.
 
     Example:
         >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()

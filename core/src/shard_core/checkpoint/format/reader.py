@@ -28,12 +28,12 @@ _LISTED = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Read:
-    """The part of one chunk that a box needs.
+    """What a box needs of one chunk.
 
     Attributes:
         key: The tensor.
         chunk: Where it is stored.
-        box: The part, in the full tensor.
+        box: What is needed, as a box of the full tensor.
     """
 
     key: str
@@ -57,11 +57,11 @@ class TensorReader:
         self._staging = memoryview(bytearray(BLOCK_BYTES))
 
     def plan(self, key: str, box: Box) -> list[Read]:
-        """Tell what must be read for a box of a tensor."""
+        """Return what must be read for a box of a tensor."""
         return [Read(key=key, chunk=chunk, box=common) for chunk, common in self._index.overlaps(key, box)]
 
     def check_apart(self, reads: Iterable[Read]) -> None:
-        """Make sure that no byte about to be read belongs to two chunks.
+        """Check that no byte about to be read belongs to two chunks.
 
         Raises:
             CheckpointCorrupted: If one does.
@@ -86,18 +86,18 @@ class TensorReader:
         return self._files
 
     def ranges(self, reads: Iterable[Read]) -> list[FileRange]:
-        """List the ranges of bytes that ``verify`` will look at."""
+        """List the ranges of bytes that ``verify`` will read."""
         return list(self._blocks_of(reads))
 
     def verify(self, reads: Iterable[Read]) -> None:
-        """Bring the bytes about to be read to where they can be looked at, and compare them with their digests.
+        """Fetch the bytes about to be read, and compare them with their digests.
 
         Raises:
             CheckpointCorrupted: Naming the tensors whose bytes are not those that were saved.
         """
         reads = list(reads)
         needed = self._blocks_of(reads)
-        self._files.bring(needed)
+        self._files.fetch(needed)
         for number in {read.chunk.file for read in reads}:
             self._files.file(number)  # opened before anything is touched, even for what has no bytes
         damaged: dict[str, str] = {}
@@ -110,15 +110,15 @@ class TensorReader:
             raise CheckpointCorrupted(damage_sentence(list(damaged.items())))
 
     def check_unchanged(self) -> None:
-        """Make sure that nobody has written to the files since they were opened.
+        """Check that the files were not written to since they were opened.
 
         Raises:
-            CheckpointCorrupted: If somebody has.
+            CheckpointCorrupted: If one was.
         """
         self._files.check_unchanged()
 
     def read_into(self, target: torch.Tensor, read: Read) -> None:
-        """Copy what was planned into a tensor of its shape; its digest is not looked at."""
+        """Copy what was planned into a tensor of its shape; its digest is not checked."""
         first, last = read.box.span(read.chunk.box)
         dtype = torch_dtype(self._index.record(read.key).dtype)
         if target.is_cpu and target.is_contiguous() and target.dtype == dtype and last - first == read.box.volume:
@@ -129,10 +129,10 @@ class TensorReader:
             target[piece.slices(read.box.offsets)].copy_(stored)
 
     def pieces(self, read: Read) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Read what was planned, a little at a time; its digest is not looked at.
+        """Read what was planned, a little at a time; its digest is not checked.
 
         Yields:
-            Parts of the box, and their elements until the next part is asked for.
+            Boxes that tile it, and their elements, which are valid until the next.
         """
         dtype = torch_dtype(self._index.record(read.key).dtype)
         file, whole = self._files.file(read.chunk.file), read.chunk.box
@@ -144,7 +144,7 @@ class TensorReader:
             yield piece, torch.frombuffer(stored, dtype=dtype).as_strided(piece.sizes, strides)
 
     def view(self, read: Read) -> torch.Tensor:
-        """Read what was planned into host memory; its digest is not looked at."""
+        """Read what was planned into host memory; its digest is not checked."""
         tensor = torch.empty(read.box.sizes, dtype=torch_dtype(self._index.record(read.key).dtype))
         self.read_into(tensor, read)
         return tensor
@@ -160,11 +160,11 @@ class TensorReader:
         return tensor
 
     def release(self) -> None:
-        """Release what was brought, before more is."""
+        """Release what was fetched, before more is."""
         self._files.release()
 
     def _blocks_of(self, reads: Iterable[Read]) -> dict[FileRange, tuple[str, int]]:
-        """Tell which blocks are needed, whose they are, and their digests."""
+        """Return which blocks are needed, the tensor each belongs to, and its digest."""
         needed: dict[FileRange, tuple[str, int]] = {}
         for read in reads:
             end = read.chunk.begin + self._chunk_bytes(read)
@@ -179,14 +179,14 @@ class TensorReader:
         return read.chunk.box.volume * ITEM_SIZES[self._index.record(read.key).dtype]
 
     def _blocks(self, read: Read) -> tuple[int, int]:
-        """Tell which of a chunk's blocks hold the bytes between the first and the last element read."""
+        """Return which of a chunk's blocks hold the bytes between the first and the last element read."""
         first, last = read.box.span(read.chunk.box)
         item = ITEM_SIZES[self._index.record(read.key).dtype]
         return first * item // BLOCK_BYTES, (last * item - 1) // BLOCK_BYTES + 1
 
 
 def damage_sentence(damaged: Sequence[tuple[str, str]]) -> str:
-    """Name tensors whose bytes are not those that were saved.
+    """Return a sentence that names tensors whose bytes are not those that were saved.
 
     Args:
         damaged: Tensors and the files they are in.

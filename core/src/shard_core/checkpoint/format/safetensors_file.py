@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shard_core.checkpoint.storage.interface import Folder, StoredFile
 
-#: One digest guards this many bytes, so that a reader of part of a tensor need not read all of it.
+#: One digest guards this many bytes, so that a reader of a box of a tensor need not read all of it.
 BLOCK_BYTES = 1 << 22
 _ALIGNMENT = 64
 _STAGED_BYTES = 1 << 20
@@ -31,7 +31,7 @@ class Entry:
     """One tensor in a file to be written.
 
     Attributes:
-        name: What readers of the file see.
+        name: Its name in the file.
         dtype: Its type's name in the format.
         shape: Its shape.
     """
@@ -52,7 +52,7 @@ class Entry:
 
 
 class TensorFileWriter:
-    """Streams tensors into a new safetensors file; holds at most one small buffer besides them.
+    """Streams tensors into a new safetensors file; buffers little besides them.
 
     Order of calls: ``write`` once per entry, in the order of the entries, then ``finish``.
 
@@ -83,7 +83,7 @@ class TensorFileWriter:
         """Append one tensor.
 
         Args:
-            tensor: What the next entry announced, on any device, with any strides.
+            tensor: What the next entry describes, on any device, with any strides.
 
         Returns:
             xxh3 of each of its blocks.
@@ -103,12 +103,12 @@ class TensorFileWriter:
         return digests
 
     def finish(self) -> None:
-        """Bring everything to where it outlasts a loss of power."""
+        """Write everything so that it outlasts a loss of power."""
         self._flush()
         self._file.finish()
 
     def complete(self) -> None:
-        """Finish it and let go of it; a task for a thread of its own."""
+        """Finish and close it; a task for a background thread."""
         with self:
             self.finish()
 
@@ -118,7 +118,7 @@ class TensorFileWriter:
 
 
 def _header(entries: Sequence[Entry]) -> tuple[bytes, list[int], int]:
-    """Encode the header; also tell where each entry's bytes begin, and where the file ends."""
+    """Return the encoded header, where each entry's bytes begin, and where the file ends."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins = []
     end = 0
@@ -145,7 +145,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def header_is_intact(file: StoredFile, record: FileRecord) -> bool:
-    """Tell whether a file's header is the one that was written."""
+    """Return whether a file's header is the one that was written."""
     (length,) = struct.unpack("<Q", file.read(0, 8))
     header = file.read(0, min(8 + length, record.bytes))
     return xxhash.xxh3_64_hexdigest(header) == record.digest

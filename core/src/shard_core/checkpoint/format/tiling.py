@@ -1,4 +1,4 @@
-"""How a tensor is cut into boxes, told once for all tensors that are cut alike."""
+"""How boxes tile a tensor, stored once for all tensors that are tiled alike."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Tiling:
         return volumes
 
     def fits(self) -> bool:
-        """Tell whether no box is larger than the tensor; the product of two wild sizes may look harmless."""
+        """Return whether no box is larger than the tensor; the product of two wild sizes may look harmless."""
         return not ((self.sizes < 0) | (self.sizes > np.asarray(self.shape, dtype=np.int64))).any()
 
     def flaw(self) -> str | None:
-        """Tell what keeps the boxes from tiling the tensor; None if they do."""
+        """Return what keeps the boxes from tiling the tensor; None if they do."""
         return tiling_flaw(self.shape, self.offsets, self.sizes)
 
     def overlaps(self, box: Box) -> tuple[tuple[int, Box], ...]:
-        """Tell which boxes share elements with another one, and which."""
+        """Return which boxes share elements with another one, and which."""
         if box not in self._overlaps:
             first = np.asarray(box.offsets, dtype=np.int64)
             end = first + np.asarray(box.sizes, dtype=np.int64)
@@ -60,16 +60,16 @@ class Tiling:
 
     @functools.cached_property
     def _overlaps(self) -> dict[Box, tuple[tuple[int, Box], ...]]:
-        """What was asked once: a rank wants the same box of most tensors that are cut alike."""
+        """A cache: a rank wants the same box of most tensors that are tiled alike."""
         return {}
 
     def box(self, row: int) -> Box:
-        """Give one box."""
+        """Return one box."""
         return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
 
 
 def tiling_flaw(shape: Sequence[int], offsets: Integers, sizes: Integers) -> str | None:
-    """Look for what keeps boxes from covering a tensor exactly once.
+    """Return what keeps boxes from covering a tensor exactly once.
 
     Args:
         shape: The tensor's shape.
@@ -98,10 +98,10 @@ def tiling_flaw(shape: Sequence[int], offsets: Integers, sizes: Integers) -> str
 
 
 def _overlap(starts: Integers, stops: Integers, first_dim: int) -> bool:
-    """Tell whether any two boxes share an element.
+    """Return whether any two boxes share an element.
 
-    Boxes are parted wherever a plane passes between them, dim by dim, until each stands alone; shards of
-    any usual layout part that way, in about the time of sorting them. What no plane parts is compared
+    Boxes are separated wherever a plane passes between them, dim by dim, until each stands alone; shards of
+    any usual layout separate that way, in about the time of sorting them. What no plane separates is compared
     pair by pair.
     """
     count, dims = starts.shape
@@ -111,11 +111,11 @@ def _overlap(starts: Integers, stops: Integers, first_dim: int) -> bool:
         dim %= dims  # noqa: PLW2901 - dims are tried in a circle
         order = np.argsort(starts[:, dim], kind="stable")
         reach = np.maximum.accumulate(stops[order, dim])
-        parted = np.flatnonzero(starts[order[1:], dim] >= reach[:-1]) + 1
-        if len(parted) == count - 1:
+        separated = np.flatnonzero(starts[order[1:], dim] >= reach[:-1]) + 1
+        if len(separated) == count - 1:
             return False
-        if len(parted):
-            groups = (group for group in np.split(order, parted) if len(group) > 1)
+        if len(separated):
+            groups = (group for group in np.split(order, separated) if len(group) > 1)
             return any(_overlap(starts[group], stops[group], dim + 1) for group in groups)
     return any(
         bool(((starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i])).all(axis=1).any()) for i in range(count - 1)

@@ -1,4 +1,4 @@
-"""The user's own values as JSON, nothing lost: tuples, odd keys, infinities; tensors are kept apart."""
+"""The user's own values as JSON, nothing lost: tuples, odd keys, infinities; torch is imported for tensors alone."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ADVICE = (
 
 
 def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], JSON], levels: int = _MOST_LEVELS) -> JSON:
-    """Turn a value into JSON.
+    """Encode a value as JSON.
 
     Whatever JSON would change is written as a dict with one key that begins with ``$``.
 
     Args:
         value: Numbers, strings, None, and dicts, lists and tuples of them, with tensors anywhere.
         path: Its name, for messages and for the tensors in it.
-        keep: Called with the name of each tensor and the tensor; says what stands for it.
+        keep: Called with the name of each tensor and the tensor; returns what stands for it.
         levels: How deeply it may be nested.
 
     Raises:
@@ -80,7 +80,7 @@ def _encode_dict(value: dict[Any, Any], path: str, keep: Callable[[str, torch.Te
 
 
 def encode_scalar(path: str, tensor: torch.Tensor) -> JSON:
-    """Turn a tensor of one element into JSON, for ``encode``'s ``keep``.
+    """Encode a tensor of one element as JSON, for ``encode``'s ``keep``.
 
     Raises:
         CheckpointError: If the tensor has dims.
@@ -92,11 +92,11 @@ def encode_scalar(path: str, tensor: torch.Tensor) -> JSON:
 
 
 def decode(value: JSON, tensor: Callable[[str], Any]) -> Any:
-    """Turn what ``encode`` returned into what it was given.
+    """Decode what ``encode`` returned.
 
     Args:
         value: The JSON.
-        tensor: Finds the tensor of a name that ``keep`` returned as ``{"$tensor": name}``.
+        tensor: Returns the tensor of a name that ``keep`` returned as ``{"$tensor": name}``.
 
     Raises:
         CheckpointCorrupted: If ``encode`` never returns such a value.
@@ -127,7 +127,7 @@ def _pairs(value: JSON, tensor: Callable[[str], Any]) -> dict[Any, Any]:
 
 
 def no_tensor(name: Any) -> Any:
-    """Refuse a tensor, for ``decode`` where there can be none."""
+    """Raise for a tensor, for ``decode`` where there can be none."""
     raise CheckpointCorrupted(f"the manifest keeps a tensor {shown(name)} where only scalars can be.")
 
 
@@ -152,7 +152,7 @@ _DECODERS: Mapping[str, Callable[[JSON, Any], Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """Turn what ``values.encode`` returned into simple JSON.
+    """Return what ``encode`` returned as simple JSON, for people to read.
 
     Tuples become lists, scalars numbers, infinities strings, odd keys strings; of a tensor stays its key.
 

@@ -1,4 +1,4 @@
-"""Everything in which two checkpoints differ, whatever strategy, world size or form each was written in."""
+"""Comparing two checkpoints, whatever strategy, world size or form each was written in."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What became of comparing two checkpoints.
+    """The result of comparing two checkpoints.
 
     Attributes:
         first: One.
@@ -118,7 +118,7 @@ def compare(
 
 
 def _pairs(one: OpenedCheckpoint, other: OpenedCheckpoint) -> tuple[list[tuple[str, str, str]], list[Difference]]:
-    """Pair stored tensors by name, and say of which there is no other."""
+    """Pair stored tensors by name, and list those that are in one checkpoint only."""
     here, there = _stored(one), _stored(other)
     pairs: dict[tuple[str, str], str] = {}
     differences = list(_unlike_ties(one, other))
@@ -133,7 +133,7 @@ def _pairs(one: OpenedCheckpoint, other: OpenedCheckpoint) -> tuple[list[tuple[s
 
 
 def _stored(side: OpenedCheckpoint) -> dict[str, str]:
-    """Give each tensor's key by the name that does not depend on which of its tied names it is stored under."""
+    """Return each tensor's key by the name that does not depend on which of its tied names it is stored under."""
     keys = [tensor.key for tensor in side.manifest.tensors if not tensor.key.startswith(RANDOM_TENSORS)]
     return {_tied(side, key): key for key in keys}
 
@@ -166,15 +166,15 @@ def _tensor_difference(
         elements = element_differences(*one, *other)
     except CheckpointCorrupted as error:
         return Difference(kind="damaged", name=name, problem=str(error))
-    told = (
+    summary = (
         f"{elements.differing} of {elements.elements} elements differ, by at most {elements.absolute:.3g} "
         f"(relative {elements.relative:.3g})"
         if elements
         else "the numbers are the same"
     )
     if here.dtype != there.dtype:
-        problem = f"dtype {here.dtype} against {there.dtype}; {told}"
+        problem = f"dtype {here.dtype} against {there.dtype}; {summary}"
         return Difference(kind="dtype", name=name, problem=problem, elements=elements)
     if elements is None or (tolerance is not None and elements.relative <= tolerance):
         return None
-    return Difference(kind="elements", name=name, problem=told, elements=elements)
+    return Difference(kind="elements", name=name, problem=summary, elements=elements)

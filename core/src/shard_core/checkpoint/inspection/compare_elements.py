@@ -1,4 +1,4 @@
-"""How far the elements of two stored tensors differ, found out a piece at a time."""
+"""How far the elements of two stored tensors differ, compared a piece at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElementDifferences:
-    """What was found in one pair of tensors.
+    """How far the elements of one pair of tensors differ.
 
     Attributes:
         differing: How many elements are not the same bits; of unlike dtypes, not the same number.
@@ -37,7 +37,7 @@ class ElementDifferences:
 def element_differences(
     first: OpenedCheckpoint, first_key: str, second: OpenedCheckpoint, second_key: str
 ) -> ElementDifferences | None:
-    """Compare two stored tensors of one shape, however each is cut into chunks.
+    """Compare two stored tensors of one shape, however each is split into chunks.
 
     Args:
         first: A checkpoint.
@@ -68,7 +68,7 @@ def element_differences(
 def _common_boxes(
     first: OpenedCheckpoint, first_key: str, second: OpenedCheckpoint, second_key: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Read the parts that are in one chunk on either side, a little at a time."""
+    """Read the boxes that are in one chunk on either side, a little at a time."""
     whole = Box.whole(first.index.record(first_key).shape)
     for here in first.reader.plan(first_key, whole):
         for there in second.reader.plan(second_key, here.box):
@@ -79,7 +79,7 @@ def _common_boxes(
 
 
 def pieces_of(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut two tensors of one shape alike, so that computing with a piece takes little memory."""
+    """Split two tensors of one shape alike, so that computing with a piece takes little memory."""
     if a.numel() <= _PIECE:
         yield a, b
         return

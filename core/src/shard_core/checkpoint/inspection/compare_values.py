@@ -44,7 +44,7 @@ def optimizer_differences(one: OpenedCheckpoint, other: OpenedCheckpoint, tolera
 
 
 def _scalar_differences(name: str, one: Any, other: Any, tolerance: float | None) -> Found:
-    """Compare step counts and the like; what differs alike in many parameters is told once."""
+    """Compare step counts and the like; what differs alike in many parameters is listed once."""
     alike: dict[tuple[str, str], list[str]] = {}
     for parameter in sorted({*one, *other}):
         for slot, problem in _differences("", one.get(parameter, {}), other.get(parameter, {}), tolerance):
@@ -86,10 +86,10 @@ def _group_differences(name: str, one: _Optimizer, other: _Optimizer, tolerance:
         left.remove(match)
         lacking, more = group[0] - match[0], match[0] - group[0]
         if lacking or more:
-            told = [
+            only = [
                 f"{_shown(each)} only in the {which}" for each, which in ((lacking, "first"), (more, "second")) if each
             ]
-            yield f"{name} group {place}", f"other parameters: {'; '.join(told)}"
+            yield f"{name} group {place}", f"other parameters: {'; '.join(only)}"
         yield from _differences(f"{name} group {place}", group[1], match[1], tolerance)
     for names, _ in left:
         yield name, f"one more group in the second, of {_shown(names)}"

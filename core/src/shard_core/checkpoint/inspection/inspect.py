@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and whether it is whole, without reading its tensors; needs no torch."""
+"""What a checkpoint holds, and whether it is whole, without reading its tensors; needs no torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.format.chunk_index import TensorRecord
     from shard_core.checkpoint.storage.interface import Folder
 
-#: What an inspection finds out of a checkpoint's integrity.
+#: What an inspection checks of a checkpoint's integrity.
 CHECKED = (
     "the manifest and the index of chunks match their digests",
     "the chunks cover every tensor exactly once",
     "every file is there, as long as it was and with its header",
 )
-#: What it does not.
+#: What it does not check.
 UNCHECKED = "the elements of the tensors"
 
 
@@ -80,7 +80,7 @@ class OptimizerSummary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What was found out about a checkpoint.
+    """What a checkpoint holds.
 
     Attributes:
         path: The checkpoint.
@@ -88,7 +88,7 @@ class Inspection:
         created: When it was committed, in seconds since 1970.
         form: ``"sharded"`` or ``"full"``.
         world_size: How many ranks wrote it.
-        information: What was written down about the run: strategy, precision, options.
+        information: What is recorded about the run: strategy, precision, options.
         kinds: Its tensors by kind: ``model``, ``optim``, ``state``.
         modules: The user's names for the modules.
         aliases: Further names of tied tensors, and the names they are stored under.
@@ -96,7 +96,7 @@ class Inspection:
         values: The rest of the user's state, as simple JSON.
         files: How many files there are.
         bytes: How long they are.
-        chunks: How many chunks the tensors are cut into; None where the index cannot be read.
+        chunks: How many chunks the tensors are split into; None where the index cannot be read.
         leftovers: Files beside it that a save that died has left.
         problems: What is wrong with it, as far as ``CHECKED`` goes; empty if nothing is.
         tensors: Every tensor, sorted by key.
@@ -127,11 +127,11 @@ def inspect(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Inspection:
-    """Look at a checkpoint without reading its tensors.
+    """Inspect a checkpoint without reading its tensors.
 
     Args:
         path: The checkpoint, a path or a URL.
-        progress: Called with the files looked at so far and in all.
+        progress: Called with the files checked so far and in all.
         storage_options: For the store a URL names.
 
     Raises:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OpenedCheckpoint:
-    """The manifest and the index of a checkpoint, and a reader of its tensors; reads nothing of these by itself.
+    """The manifest and the index of a checkpoint, and a reader of its tensors; reads no tensor by itself.
 
     Args:
         path: The checkpoint, a path or a URL.
@@ -24,7 +24,7 @@ class OpenedCheckpoint:
 
     Attributes:
         folder: The checkpoint.
-        manifest: What it says of itself.
+        manifest: Its manifest.
         index: Where its tensors are.
 
     Raises:

@@ -28,7 +28,7 @@ class Damage:
     Attributes:
         problem: What is wrong, in one sentence.
         file: The file it is in.
-        tensor: The tensor that suffers, if only some do.
+        tensor: The tensor that is damaged, if only some are.
     """
 
     problem: str
@@ -38,7 +38,7 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of verifying a checkpoint.
+    """The result of verifying a checkpoint.
 
     Attributes:
         path: The checkpoint.
@@ -75,7 +75,7 @@ def verify(
         The verdict; it names every damaged tensor.
 
     Raises:
-        CheckpointNotFound: If the path is no checkpoint; says so if it is what is left of one.
+        CheckpointNotFound: If the path is no checkpoint; the message has it if it is what is left of one.
     """
     folder = open_folder(path, storage_options)
     try:
@@ -135,12 +135,12 @@ class _Block(NamedTuple):
 
 
 def _blocks(tensor: TensorRecord, chunk: Chunk) -> Iterator[_Block]:
-    """Give the parts of a chunk that have digests of their own."""
+    """Yield the blocks of a chunk, each of which has a digest."""
     end = chunk.begin + chunk.box.volume * ITEM_SIZES[tensor.dtype]
     for begin, digest in zip(range(chunk.begin, end, BLOCK_BYTES), chunk.digests, strict=True):
         yield _Block(tensor.key, begin, min(begin + BLOCK_BYTES, end), digest)
 
 
 def _hopeless(folder: Folder, problem: str) -> Verdict:
-    """Judge a checkpoint of which not even the contents are known."""
+    """Return the verdict on a checkpoint whose manifest or index cannot be read."""
     return Verdict(path=str(folder), tensors=0, bytes=0, damage=(Damage(problem=problem),))

@@ -1,1 +1,1 @@
-"""Weights in the formats of other libraries: read straight into shards, and written for them."""
+"""Interop: weights in the formats of other libraries, read straight into shards, and written for them."""

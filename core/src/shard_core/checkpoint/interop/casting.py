@@ -1,4 +1,4 @@
-"""What becomes of a tensor's numbers in another dtype, found out a piece at a time."""
+"""Casting tensors to another dtype: whether numbers overflow or change, checked a piece at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shard_core.checkpoint.inspection.compare_elements import pieces_of
 
 
 def has_less_range(dtype: torch.dtype, than: torch.dtype) -> bool:
-    """Tell whether a floating-point dtype lacks large numbers that another has.
+    """Return whether a floating-point dtype lacks large numbers that another has.
 
     Example:
         >>> has_less_range(torch.float16, than=torch.bfloat16)
@@ -20,7 +20,7 @@ def has_less_range(dtype: torch.dtype, than: torch.dtype) -> bool:
 
 
 def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether finite numbers are too large for a dtype.
+    """Return whether finite numbers are too large for a dtype.
 
     Example:
         >>> overflows(torch.tensor([1.0, 70000.0]), torch.float16)
@@ -38,7 +38,7 @@ def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether two tensors of one shape have the same elements in a dtype, bit for bit.
+    """Return whether two tensors of one shape have the same elements in a dtype, bit for bit.
 
     Example:
         >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]), torch.float32)

@@ -43,14 +43,14 @@ class DCPFolder(Weights):
 
         Args:
             source: The folder.
-            metadata_file: What in it tells where its tensors are.
+            metadata_file: The file in it that has the metadata.
             key: Which state dict in it; None if it is one itself.
 
         Raises:
             CheckpointCorrupted: If its metadata are not such as torch writes.
-            InvalidOption: If it must be said which state dict is meant.
+            InvalidOption: If the key of a state dict must be given.
         """
-        source.bring(metadata_file)
+        source.fetch(metadata_file)
         metadata = read_metadata(metadata_file)
         places = choose(metadata.entries, key, source.root)
         found = {name: metadata.entries[place] for name, place in places.items()}
@@ -84,7 +84,7 @@ class DCPFolder(Weights):
 
     @contextlib.contextmanager
     def opened(self, source: Source) -> Iterator[Reader]:
-        """Look for chunks when they are asked for."""
+        """Open a reader, which opens files when a chunk is read."""
         yield _DCPReader(self, source)
 
 
@@ -115,8 +115,8 @@ class _DCPReader(Reader):
 
     def _load(self, name: str, chunk: Chunk) -> torch.Tensor:
         path = self._weights.path / chunk.file
-        self._source.bring(path, chunk.begin, chunk.begin + chunk.length)
-        # Opened anew: an open file may remember of another chunk's bytes what was not brought then.
+        self._source.fetch(path, chunk.begin, chunk.begin + chunk.length)
+        # Opened anew: an open file may have buffered bytes of another chunk that were not fetched then.
         with _opened(path) as file:
             return self._weights.checked(name, _load(name, file, chunk), chunk.box.sizes)
 
@@ -131,19 +131,19 @@ def _load(name: str, file: BinaryIO, chunk: Chunk) -> torch.Tensor:
     owner = f"the part of {name!r} in {file.name!r}"
     if chunk.begin + chunk.length > os.fstat(file.fileno()).st_size:
         raise CheckpointCorrupted(f"{owner} ends behind the end of the file, which was cut short or replaced.")
-    part = _Part(file, chunk.begin, chunk.length)
-    if part.read(len(_ZIP)) != _ZIP:
+    stored = _FileRange(file, chunk.begin, chunk.length)
+    if stored.read(len(_ZIP)) != _ZIP:
         raise CheckpointCorrupted(f"{owner} was not written by torch.save, the only way of saving that can be read.")
-    part.seek(0)
-    tensor: torch.Tensor = load_safely(part, owner)
+    stored.seek(0)
+    tensor: torch.Tensor = load_safely(stored, owner)
     found = described(tensor)
     if isinstance(found, str):
         raise CheckpointCorrupted(f"{owner} is {found}, not a tensor of numbers.")
     return tensor
 
 
-class _Part(io.RawIOBase):
-    """A part of a file that looks like a file of its own."""
+class _FileRange(io.RawIOBase):
+    """A range of a file that can be read like a file of its own."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class Chunk:
     """One box of one tensor in one file.
 
     Attributes:
-        box: Which part of the tensor it is.
+        box: Which box of the tensor it is.
         file: The file's name in the folder.
         begin: Where in the file it begins.
         length: How many bytes it takes.
@@ -43,7 +43,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DCPMetadata:
-    """What is in the folder.
+    """What is in a folder of ``torch.distributed.checkpoint``.
 
     Attributes:
         entries: Tensors, and in words what is none, by the keys that lead to them.
@@ -73,13 +73,13 @@ def read_metadata(path: Path) -> DCPMetadata:
 
 
 def _values() -> dict[tuple[str, str], Any]:
-    """Say what stands for a size, a layout, a dtype."""
+    """Return what stands for a size, a layout, a dtype."""
     dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     return {**dtypes, METADATA_SIZE: tuple, METADATA_LAYOUT: str}
 
 
 class _Decoder:
-    """Takes the records of one metadata apart; what is not as it must be raises what Python raises then."""
+    """Decodes the records of one metadata file; what is not as it must be raises what Python raises then."""
 
     def __init__(self, owner: str, metadata: Mapping[str, Any]) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint as a folder that Hugging Face's libraries load, a tensor at a time."""
+"""Exporting the weights in a checkpoint to a folder that Hugging Face's libraries load, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shard_core.errors import CheckpointError, InvalidOption, nearest
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.interface import Folder
 
-#: What weights can be brought to, by the names people type.
+#: The dtypes that weights can be cast to, by the names people type.
 DTYPES = {
     "fp32": "F32", "float32": "F32", "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16",
 }  # fmt: skip
@@ -75,7 +75,7 @@ def export(
     Args:
         path: The checkpoint, a path or a URL.
         out: The folder to make, on a disk.
-        dtype: What floating-point tensors are brought to: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None leaves them.
+        dtype: What floating-point tensors are cast to: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None leaves them.
         max_shard_size: How many bytes of tensors a file may hold; a larger tensor has a file of its own.
         config: A model's configuration to put beside: a JSON file, or a folder that holds a ``config.json`` and
             perhaps a tokenizer.
@@ -133,7 +133,7 @@ def _code(dtype: str | None) -> str | None:
 
 
 def _names(opened: OpenedCheckpoint, module: str | None, prefix: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Give the key of each tensor to be written by the name it will have, and the tied names that will not be."""
+    """Return the key of each tensor to be written by the name it will have, and the tied names that are left out."""
     modules = opened.manifest.modules
     held = ", ".join(map(repr, modules)) or "none"
     if module is None and len(modules) != 1:
@@ -188,10 +188,10 @@ def _check_target(target: Path, checkpoint: Folder, overwrite: bool) -> None:
         return
     if target.is_symlink() or not target.is_dir():
         raise InvalidOption(f"{str(target)!r} is no folder; give the path of a folder to be made.")
-    foreign = sorted(each.name for each in target.iterdir() if not is_of_an_export(each.name) or not each.is_file())
-    if foreign:
+    unknown = sorted(each.name for each in target.iterdir() if not is_of_an_export(each.name) or not each.is_file())
+    if unknown:
         raise InvalidOption(
-            f"{str(target)!r} exists and holds {foreign[0]!r}, which no export made; give another folder."
+            f"{str(target)!r} exists and holds {unknown[0]!r}, which no export made; give another folder."
         )
     if any(target.iterdir()) and not overwrite:
         raise InvalidOption(f"{str(target)!r} exists; give another folder, or overwrite=True (--overwrite).")
@@ -199,7 +199,7 @@ def _check_target(target: Path, checkpoint: Folder, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _folder(target: Path) -> Iterator[LocalFolder]:
-    """Give a folder to write into, which takes its place only when all went well."""
+    """Yield a folder to write into, which is renamed to the target only when all went well."""
     unfinished = target.with_name(f"{target.name}.unfinished-{secrets.token_hex(6)}")
     try:
         unfinished.mkdir(parents=True)

@@ -54,18 +54,18 @@ def divide(entries: Sequence[Entry], most_bytes: int) -> list[WeightsFile]:
         >>> [file.name for file in divide(entries, 100)]
         ['model.safetensors']
     """
-    parts: list[list[Entry]] = []
+    files: list[list[Entry]] = []
     room = -1
     for entry in entries:
-        if entry.bytes > room or not parts:
-            parts.append([])
+        if entry.bytes > room or not files:
+            files.append([])
             room = most_bytes
-        parts[-1].append(entry)
+        files[-1].append(entry)
         room -= entry.bytes
-    names = [f"model-{place:05d}-of-{len(parts):05d}.safetensors" for place in range(1, len(parts) + 1)]
+    names = [f"model-{place:05d}-of-{len(files):05d}.safetensors" for place in range(1, len(files) + 1)]
     return [
-        WeightsFile(name=name, entries=tuple(sorted(part, key=lambda entry: -entry.item_bytes)))
-        for name, part in zip(names if len(parts) > 1 else ["model.safetensors"], parts, strict=True)
+        WeightsFile(name=name, entries=tuple(sorted(each, key=lambda entry: -entry.item_bytes)))
+        for name, each in zip(names if len(files) > 1 else ["model.safetensors"], files, strict=True)
     ]
 
 
@@ -119,7 +119,7 @@ class Configuration:
 
         Args:
             folder: The folder.
-            dtype: The dtype the weights were brought to, by its name in safetensors files; None if they were not.
+            dtype: The dtype the weights were cast to, by its name in safetensors files; None if they were not.
         """
         content = dict(self.content)
         if dtype is not None:
@@ -132,5 +132,5 @@ class Configuration:
 
 
 def is_of_an_export(name: str) -> bool:
-    """Tell whether a folder of weights may hold a file of this name."""
+    """Return whether a folder of weights may hold a file of this name."""
     return bool(_WEIGHTS.fullmatch(name) or _COMPANIONS.fullmatch(name)) or name in (CONFIG_NAME, INDEX_NAME)

@@ -72,6 +72,6 @@ class _Inert(pickle.Unpickler):
         if found in self._values:
             return self._values[found]
         raise CheckpointCorrupted(
-            f"{self._owner} names {module}.{name}, which has no place in it; it would execute foreign code where it "
+            f"{self._owner} names {module}.{name}, which has no place in it; it would execute arbitrary code where it "
             "is unpickled, and is not read."
         )

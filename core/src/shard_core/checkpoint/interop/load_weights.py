@@ -1,4 +1,4 @@
-"""Loading a peer's weights into a live module: all is compared first, and nothing is touched until all ranks agree."""
+"""Loading weights from a foreign format into a live module: nothing is touched until all ranks have compared all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shard_core.checkpoint.all_ranks import check_same_path, on_all_ranks
 from shard_core.checkpoint.checks import check_flag, check_key, check_names, check_storage_options
 from shard_core.checkpoint.format.foreign_formats import INDEX_SUFFIX
-from shard_core.checkpoint.interop.mismatch import Findings, Names, WeightsComparison, fill
+from shard_core.checkpoint.interop.mismatch import Findings, Names, WeightsMatcher, fill
 from shard_core.checkpoint.interop.recognition import find_weights, received_weights
 from shard_core.checkpoint.interop.source import Source, open_source
 from shard_core.checkpoint.keys import name_in
@@ -36,7 +36,7 @@ def load_weights(
     strict: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[str, ...]:
-    """Fill one module in place from a peer's files; each rank reads what it holds.
+    """Fill one module in place from a foreign format; each rank reads what it holds.
 
     Args:
         path: The files, by a path or a URL.
@@ -45,7 +45,7 @@ def load_weights(
         key: Which state dict in the files; None if they are one themselves.
         names: How the files' names become the module's; None if they are the same.
         cast: Whether floating-point tensors may change their dtype.
-        strict: Whether a difference is an error rather than something to leave as it is.
+        strict: Whether a mismatch is an error rather than something to leave as it is.
         storage_options: For the store a URL names.
 
     Returns:
@@ -53,7 +53,7 @@ def load_weights(
 
     Raises:
         CheckpointNotFound: If there are no weights at the path.
-        CheckpointMismatch: Listing every difference; nothing was changed.
+        CheckpointMismatch: Listing every mismatch; nothing was changed.
         CheckpointCorrupted: If the files are damaged, or hold what would have to be executed; nothing was changed.
     """
     doing = f"loading {os.fspath(path)!r}"
@@ -67,7 +67,7 @@ def load_weights(
         sources.append(stack.enter_context(open_source(path, storage_options, index=INDEX_SUFFIX)))
         if coordinator.rank != 0:
             return os.fspath(path), None
-        # Rank 0 alone looks: on shared file systems ranks may see different things.
+        # Rank 0 alone looks them up: on shared file systems ranks may see different things.
         source = sources[0]
         listing = source.listing()
         source.mirror(listing)
@@ -87,18 +87,18 @@ def load_weights(
         load = _Load(received_weights(kind, plain), listed, sources[0], state, names=names, cast=cast)
         each = on_all_ranks(coordinator, doing, lambda: load.compare(coordinator.rank, stack).to_plain())
         findings = Findings.joint([Findings.from_plain(*plain) for plain in each])
-        if findings.differences and strict:
-            raise CheckpointMismatch(_sentence(os.fspath(path), findings.differences))
+        if findings.mismatches and strict:
+            raise CheckpointMismatch(_sentence(os.fspath(path), findings.mismatches))
         on_all_ranks(coordinator, doing, lambda: load.fill(findings))
-    return findings.differences
+    return findings.mismatches
 
 
-#: What rank 0 tells the others of the files: the kind of weights, these in plain values, and names and lengths.
+#: What rank 0 sends the others of the files: the kind of weights, these in plain values, and names and lengths.
 _Found = tuple[str, Mapping[str, Any], list[tuple[str, int | None]]]
 
 
 class _Load:
-    """One rank's part, in the order of its methods."""
+    """The load on one rank, in the order of its methods."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _Load:
         self._cast = cast
 
     def compare(self, rank: int, stack: contextlib.ExitStack) -> Findings:
-        """Open the files, and find out what fits."""
+        """Open the files, and return what does not fit."""
         if rank != 0:
             self._source.mirror(self._listing)
             self._weights = self._weights.moved(self._source.root)
@@ -128,13 +128,13 @@ class _Load:
             self._shards.setdefault(name_in(shard.key), []).append(shard)
         aliases = {name_in(alias): name_in(key) for alias, key in self._state.aliases().items()}
         self._reader: Reader = stack.enter_context(self._weights.opened(self._source))
-        comparison = WeightsComparison(self._weights, self._shards, aliases, names=self._names, cast=self._cast)
-        self._sources = comparison.sources
+        matcher = WeightsMatcher(self._weights, self._shards, aliases, names=self._names, cast=self._cast)
+        self._sources = matcher.sources
         with self._source.naming():
-            return comparison.findings(self._reader)
+            return matcher.findings(self._reader)
 
     def fill(self, findings: Findings) -> None:
-        """Bring what fits into the state."""
+        """Fill what fits."""
         for name, shards in self._shards.items():
             if name not in findings.unfit:
                 for shard in shards:
@@ -142,8 +142,8 @@ class _Load:
         self._state.finish_load([])
 
 
-def _sentence(path: str, differences: Sequence[str]) -> str:
+def _sentence(path: str, mismatches: Sequence[str]) -> str:
     return (
-        f"{path!r} and the module differ in {len(differences)} ways; nothing was changed (names= renames or drops "
-        f"tensors, strict=False loads what fits):\n{listing(differences)}"
+        f"{path!r} and the module differ in {len(mismatches)} ways; nothing was changed (names= renames or drops "
+        f"tensors, strict=False loads what fits):\n{listing(mismatches)}"
     )

@@ -1,4 +1,4 @@
-"""A peer's weights held against the live tensors they are to fill, before anything is touched."""
+"""Mismatches between foreign weights and the live tensors they are to fill, listed before anything is touched."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ _HINTS = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What one rank has found.
+    """What one rank found.
 
     Attributes:
-        differences: What does not fit, a sentence each.
+        mismatches: What does not fit, a sentence each.
         unfit: The live tensors that cannot be filled.
     """
 
-    differences: tuple[str, ...]
+    mismatches: tuple[str, ...]
     unfit: frozenset[str]
 
     def to_plain(self) -> tuple[list[str], list[str]]:
         """Return the findings as values that can be sent to other ranks."""
-        return list(self.differences), sorted(self.unfit)
+        return list(self.mismatches), sorted(self.unfit)
 
     @classmethod
-    def from_plain(cls, differences: list[str], unfit: list[str]) -> Findings:
-        """Return what ``to_plain`` has told on another rank."""
-        return cls(differences=tuple(differences), unfit=frozenset(unfit))
+    def from_plain(cls, mismatches: list[str], unfit: list[str]) -> Findings:
+        """Return the findings whose ``to_plain`` another rank has sent."""
+        return cls(mismatches=tuple(mismatches), unfit=frozenset(unfit))
 
     @classmethod
     def joint(cls, findings: Sequence[Findings]) -> Findings:
         """Join what all ranks have found, so that each leaves the same tensors as they were."""
-        differences = (difference for each in findings for difference in each.differences)
+        mismatches = (mismatch for each in findings for mismatch in each.mismatches)
         return cls(
-            differences=tuple(dict.fromkeys(differences)),
+            mismatches=tuple(dict.fromkeys(mismatches)),
             unfit=frozenset().union(*(each.unfit for each in findings)),
         )
 
 
-class WeightsComparison:
-    """Finds what fills each live tensor, or says why nothing does.
+class WeightsMatcher:
+    """Finds what fills each live tensor, or notes why nothing does.
 
     Args:
-        weights: The peer's files.
+        weights: The files.
         shards: The boxes of the module's tensors on this rank, by the module's own names.
         aliases: The further names of tied tensors.
         names: How the files' names become the module's; None if they are the same.
@@ -79,43 +79,43 @@ class WeightsComparison:
         self._shards = shards
         self._aliases = aliases
         self._cast = cast
-        self._differences: list[str] = []
+        self._mismatches: list[str] = []
         self._unfit: set[str] = set()
         self.sources: dict[str, list[str]] = {}
         self._assign(names)
         self._compare_layouts()
 
     def findings(self, reader: Reader) -> Findings:
-        """Make sure that what fits can be read; look at the elements where it depends on these whether it fits.
+        """Check that what fits can be read, and read the elements where it depends on these whether it fits.
 
         Args:
             reader: The files.
 
         Raises:
-            CheckpointCorrupted: If they are not what was announced.
+            CheckpointCorrupted: If they are not as described.
         """
         for name, sources in self.sources.items():
             if name not in self._unfit:
                 shards = [shard for shard in self._shards[name] if shard.view.numel()]
                 for shard in shards:
                     reader.check(sources[0], shard.box)
-                for difference in self._flaws(name, sources, shards, reader):
-                    self._refuse(name, difference)
-        return Findings(differences=tuple(self._differences), unfit=frozenset(self._unfit))
+                for mismatch in self._flaws(name, sources, shards, reader):
+                    self._refuse(name, mismatch)
+        return Findings(mismatches=tuple(self._mismatches), unfit=frozenset(self._unfit))
 
     def _assign(self, names: Names | None) -> None:
-        """Find for each stored tensor the live one it is for."""
+        """Match each stored tensor to the live one it is for."""
         stored = (*self._weights.tensors, *self._weights.others)
         for name in stored:
             target = _renamed(name, names)
             if target is None:
                 continue
             live = self._aliases.get(target, target)
-            said = repr(name) if target == name else f"{name!r} (here {target!r})"
+            shown = repr(name) if target == name else f"{name!r} (here {target!r})"
             if live not in self._shards:
-                self._differences.append(f"{said} is in the files, but not here{self._hint(target, self._shards)}")
+                self._mismatches.append(f"{shown} is in the files, but not here{self._hint(target, self._shards)}")
             elif name in self._weights.others:
-                self._refuse(live, f"{said} is {self._weights.others[name]} in the files, not a tensor of numbers")
+                self._refuse(live, f"{shown} is {self._weights.others[name]} in the files, not a tensor of numbers")
                 self.sources.setdefault(live, [])
             else:
                 self.sources.setdefault(live, []).append(name)
@@ -126,7 +126,7 @@ class WeightsComparison:
                 self._refuse(live, f"{live!r} is not in the files{self._hint(live, stored)}")
         for name in names if isinstance(names, Mapping) else ():
             if name not in stored:
-                self._differences.append(f"names has {name!r}, which is not in the files{self._hint(name, stored)}")
+                self._mismatches.append(f"names has {name!r}, which is not in the files{self._hint(name, stored)}")
 
     def _compare_layouts(self) -> None:
         for live, sources in self.sources.items():
@@ -153,16 +153,16 @@ class WeightsComparison:
             if not all(_same(first, other, shard, reader) for shard in shards):
                 yield f"{first!r} and {other!r} are both {live!r} here, but differ in the files"
         less = has_less_range(dtype, self._weights.tensors[first].dtype)
-        if less and any(overflows(part, dtype) for shard in shards for _, part in reader.read(first, shard.box)):
+        if less and any(overflows(piece, dtype) for shard in shards for _, piece in reader.read(first, shard.box)):
             yield f"{live!r} has numbers in the files that are too large for {dtype_name(dtype)}"
 
-    def _refuse(self, live: str, difference: str) -> None:
+    def _refuse(self, live: str, mismatch: str) -> None:
         self._unfit.add(live)
-        self._differences.append(difference)
+        self._mismatches.append(mismatch)
 
     def _hint(self, name: str, others: Mapping[str, object] | Sequence[str]) -> str:
-        """Suggest what may have been meant; the comparison is slow, and long lists are cut anyway."""
-        return nearest(name, others) if len(self._differences) < _HINTS else ""
+        """Return what may have been meant; finding it is slow, and of long lists only the beginning is shown."""
+        return nearest(name, others) if len(self._mismatches) < _HINTS else ""
 
 
 def _renamed(name: str, names: Names | None) -> str | None:
@@ -175,7 +175,7 @@ def _renamed(name: str, names: Names | None) -> str | None:
 
 
 def _same(first: str, other: str, shard: TensorShard, reader: Reader) -> bool:
-    """Tell whether two stored tensors would fill a shard alike."""
+    """Return whether two stored tensors would fill a shard alike."""
     for outer, one in reader.read(first, shard.box):
         for inner, another in reader.read(other, outer):
             if not same_bits(one[inner.slices(outer.offsets)], another, shard.view.dtype):
@@ -196,8 +196,8 @@ def fill(shard: TensorShard, name: str, reader: Reader) -> None:
         CheckpointError: If it is less than the whole view.
     """
     filled = 0
-    for box, part in reader.read(name, shard.box) if shard.view.numel() else ():
-        shard.view[box.slices(shard.offsets)].copy_(part)
+    for box, stored in reader.read(name, shard.box) if shard.view.numel() else ():
+        shard.view[box.slices(shard.offsets)].copy_(stored)
         filled += box.volume
     if filled != shard.view.numel():
         raise CheckpointError(

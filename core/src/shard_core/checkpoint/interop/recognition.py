@@ -1,4 +1,4 @@
-"""What a path holds, by its content: which peer's files, or a checkpoint of Shard's own."""
+"""Recognizing what a path holds by its content: which foreign format, or a checkpoint of Shard's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KINDS = (
 
 
 def find_weights(source: Source, key: str | None) -> Weights:
-    """Find out what a path holds, and describe it.
+    """Recognize what a path holds, and describe it.
 
     Args:
         source: A file or a folder.
@@ -42,14 +42,14 @@ def find_weights(source: Source, key: str | None) -> Weights:
         CheckpointNotFound: If it holds no weights that can be read.
         CheckpointError: If it is a checkpoint of Shard's own.
         CheckpointCorrupted: If the files are damaged, or hold what would have to be executed.
-        InvalidOption: If it must be said which state dict, or which file, is meant.
+        InvalidOption: If a state dict, or a file, must be chosen.
     """
     from shard_core.checkpoint.interop.dcp import DCPFolder
     from shard_core.checkpoint.interop.safetensors_files import SafetensorsFiles
     from shard_core.checkpoint.interop.torch_file import TorchFile
 
     path = source.root
-    source.bring(path, 0, BEGINNING_BYTES)
+    source.fetch(path, 0, BEGINNING_BYTES)
     if LocalFolder(path).holds(MANIFEST_NAME):
         raise CheckpointError(f"{str(path)!r} is a checkpoint of Shard's own; load_checkpoint() loads it.")
     if is_distributed(path):
@@ -84,7 +84,7 @@ def received_weights(kind: str, plain: Mapping[str, Any]) -> Weights:
 
 
 def _safetensors(path: Path) -> Path | None:
-    """Find the one safetensors file, or the index of several; None if there is neither."""
+    """Return the one safetensors file, or the index of several; None if there is neither."""
     if path.is_file():
         return path if path.name.endswith(INDEX_SUFFIX) or is_safetensors(path) else None
     if not path.is_dir():

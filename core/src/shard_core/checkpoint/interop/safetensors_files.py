@@ -68,7 +68,7 @@ class SafetensorsFiles(Weights):
         Raises:
             CheckpointCorrupted: If the index or a file it names is damaged, or the files are not what it says.
         """
-        source.bring(index)
+        source.fetch(index)
         wanted = _read_index(index)
         tensors: dict[str, Layout] = {}
         files: dict[str, Path] = {}
@@ -121,23 +121,23 @@ class _SafetensorsReader(Reader):
         if file not in self._maps:
             self._maps[file] = self._stack.enter_context(_opened(self._source, file))
             self._begins[file] = _begins(file)
-        self._bring(file, name, box)
+        self._fetch(file, name, box)
         whole = self._weights.checked(name, _tensor(self._maps[file], file, name), self._weights.tensors[name].shape)
         yield box, whole[box.slices((0,) * whole.dim())]
 
-    def _bring(self, file: Path, name: str, box: Box) -> None:
-        """Bring what lies between the first and the last element of a box."""
+    def _fetch(self, file: Path, name: str, box: Box) -> None:
+        """Fetch what lies between the first and the last element of a box."""
         layout, begin = self._weights.tensors[name], self._begins[file].get(name)
         if begin is None or len(box.offsets) != len(layout.shape):
-            return  # reading it will tell
+            return  # reading it raises
         first = last = 0
         for extent, offset, size in zip(layout.shape, box.offsets, box.sizes, strict=True):
             first, last = first * extent + offset, last * extent + offset + size - 1
-        self._source.bring(file, begin + first * layout.dtype.itemsize, begin + (last + 1) * layout.dtype.itemsize)
+        self._source.fetch(file, begin + first * layout.dtype.itemsize, begin + (last + 1) * layout.dtype.itemsize)
 
 
 def _begins(file: Path) -> dict[str, int]:
-    """Tell where each tensor begins in a file whose header the library has accepted."""
+    """Return where each tensor begins in a file whose header the library has accepted."""
     with file.open("rb") as opened:
         (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
         header: dict[str, Any] = json.loads(opened.read(length))
@@ -148,11 +148,11 @@ def _begins(file: Path) -> dict[str, int]:
 def _opened(source: Source, file: Path) -> Any:
     if not file.is_file():
         raise CheckpointCorrupted(f"{str(file)!r} is not there, or no regular file; the weights are incomplete.")
-    source.bring(file, 0, _LENGTH.size)
+    source.fetch(file, 0, _LENGTH.size)
     with file.open("rb") as start:
         raw = start.read(_LENGTH.size)
     if len(raw) == _LENGTH.size:
-        source.bring(file, _LENGTH.size, _LENGTH.size + min(_LENGTH.unpack(raw)[0], _MOST_HEADER_BYTES))
+        source.fetch(file, _LENGTH.size, _LENGTH.size + min(_LENGTH.unpack(raw)[0], _MOST_HEADER_BYTES))
     try:
         return safetensors.safe_open(file, framework="pt", device="cpu")
     except (safetensors.SafetensorError, OSError) as error:
@@ -200,13 +200,13 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def check_inside(name: str, owner: str) -> None:
-    """Refuse the name of a file that is not inside the folder which names it.
+    """Check that the name of a file is inside the folder which names it.
 
     Links are followed, since caches are made of them; a name that leads out of the folder is none.
 
     Args:
         name: A path in that folder.
-        owner: What is said to be in the file, and by whom.
+        owner: The beginning of the message: what is in the file, according to what.
 
     Raises:
         CheckpointCorrupted: If it leads out of the folder.

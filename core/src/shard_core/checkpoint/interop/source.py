@@ -1,4 +1,4 @@
-"""Where a peer's files are: on a disk, or in a store whose bytes pass through a folder on one."""
+"""Where foreign weights are: on a disk, or in a store whose bytes pass through a folder on one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shard_core.errors import CheckpointError, ShardError
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.interface import Listed
 
-#: What one request asks for at most: several together are faster than a long one.
+#: What one request asks for at most: several at once are faster than a long one.
 _REQUEST_BYTES = 1 << 23
 
 
@@ -37,14 +37,14 @@ class Source:
         self.close()
 
     def listing(self) -> Sequence[Listed]:
-        """List what ``mirror`` needs to know; asked on rank 0 alone."""
+        """List what ``mirror`` needs to know; called on rank 0 alone."""
         return ()
 
     def mirror(self, listing: Sequence[Listed]) -> None:
-        """Make ``root`` on this rank, once before anything is opened."""
+        """Create ``root`` on this rank, once before anything is opened."""
 
-    def bring(self, file: Path, start: int = 0, stop: int | None = None) -> None:
-        """Bring bytes to where the file is opened, all of them without a range; elsewhere it may show zeros.
+    def fetch(self, file: Path, start: int = 0, stop: int | None = None) -> None:
+        """Fetch bytes to where the file is opened, all of them without a range; elsewhere it may read as zeros.
 
         Raises:
             CheckpointError: If that cannot be done.
@@ -52,15 +52,15 @@ class Source:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Let errors name what the user has named."""
+        """Replace names in errors by what the user has named."""
         yield
 
     def close(self) -> None:
-        """Give back what ``mirror`` has taken."""
+        """Remove what ``mirror`` has created."""
 
 
 class Store(Source):
-    """Objects of a store, each mirrored by a file as long, with holes where nothing was brought.
+    """Objects of a store, each mirrored by a file as long, with holes where nothing was fetched.
 
     Args:
         folder: What the user has named; it may be one object.
@@ -72,7 +72,7 @@ class Store(Source):
         self._folder = folder.parent if is_object else folder
         self._object = folder.name if is_object else ""
         self._alone = is_object and not beside
-        self._brought: set[tuple[Path, int, int]] = set()
+        self._fetched: set[tuple[Path, int, int]] = set()
         self._home: tempfile.TemporaryDirectory[str] | None = None
 
     def listing(self) -> Sequence[Listed]:
@@ -81,7 +81,7 @@ class Store(Source):
         return [each for each in objects if each.name == self._object or not self._alone]
 
     def mirror(self, listing: Sequence[Listed]) -> None:
-        """Make files of holes."""
+        """Create files of holes."""
         self._home = tempfile.TemporaryDirectory(prefix="shard-weights-")
         home = Path(self._home.name, self._folder.name)
         if listing:  # else there is nothing of this name, and nothing there says so
@@ -91,13 +91,13 @@ class Store(Source):
                 file.truncate(each.bytes)
         self.root = home / self._object
 
-    def bring(self, file: Path, start: int = 0, stop: int | None = None) -> None:
+    def fetch(self, file: Path, start: int = 0, stop: int | None = None) -> None:
         """Fetch a range, once."""
         if not file.is_file():
-            return  # who opens it will say so
+            return  # opening it raises
         length = file.stat().st_size
         stop = length if stop is None else min(stop, length)
-        if start >= stop or (file, start, stop) in self._brought:
+        if start >= stop or (file, start, stop) in self._fetched:
             return
         pieces = [(begin, min(begin + _REQUEST_BYTES, stop)) for begin in range(start, stop, _REQUEST_BYTES)]
         fetched = self._folder.fetch((file.name, begin, end) for begin, end in pieces)
@@ -113,11 +113,11 @@ class Store(Source):
                 f"what is read from a store passes through {tempfile.gettempdir()!r}, which refuses: "
                 f"{error.strerror}; set TMPDIR to a folder with room for what one rank reads."
             ) from error
-        self._brought.add((file, start, stop))
+        self._fetched.add((file, start, stop))
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Name objects by their URLs."""
+        """Replace names of files in errors by URLs."""
         try:
             yield
         except ShardError as error:
@@ -133,7 +133,7 @@ class Store(Source):
 
 
 def open_source(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, index: str) -> Source:
-    """Find out where a peer's files are; nothing is read yet.
+    """Return where foreign weights are; nothing is read yet.
 
     Args:
         path: A path on a disk, or a URL that fsspec knows.

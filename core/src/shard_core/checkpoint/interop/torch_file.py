@@ -45,10 +45,10 @@ class TorchFile(Weights):
 
         Raises:
             CheckpointCorrupted: If it holds anything but tensors, numbers, strings and containers of them.
-            InvalidOption: If it must be said which state dict is meant.
+            InvalidOption: If the key of a state dict must be given.
         """
         path = source.root
-        source.bring(path)
+        source.fetch(path)
         entries = {place: described(value) for place, value in _entries(path).items()}
         places = choose(entries, key, path)
         found = {name: entries[place] for name, place in places.items()}
@@ -72,7 +72,7 @@ class TorchFile(Weights):
     @contextlib.contextmanager
     def opened(self, source: Source) -> Iterator[Reader]:
         """Map the file."""
-        source.bring(self.path)
+        source.fetch(self.path)
         yield _TorchReader(self)
 
 
@@ -137,7 +137,7 @@ def _entries(path: Path) -> dict[Place, Any]:
 
 
 def described(value: Any) -> Layout | str:
-    """Tell the layout of a tensor, or in words what else it is."""
+    """Return the layout of a tensor, or in words what else it is."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         return _what(value)
     if value.is_quantized or value.is_meta:

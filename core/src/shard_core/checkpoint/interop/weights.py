@@ -1,4 +1,4 @@
-"""What a peer's files hold: tensors by name, of which any box can be read."""
+"""The interface of foreign formats: tensors by name, of which any box can be read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Reader(abc.ABC):
-    """A peer's files, opened on one rank."""
+    """Files of a foreign format, opened on one rank."""
 
     @abc.abstractmethod
     def read(self, name: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -27,24 +27,24 @@ class Reader(abc.ABC):
 
         Args:
             name: The tensor's name in the files.
-            box: Any part of it that holds an element.
+            box: Any box of it that holds an element.
 
         Yields:
-            Parts that tile the box, and views of what is stored of them, which nobody may write to.
+            Boxes that tile it, and views of what is stored of them, which must not be written to.
 
         Raises:
-            CheckpointCorrupted: If what is stored is not what was announced.
+            CheckpointCorrupted: If what is stored is not what was described.
         """
 
     def check(self, name: str, box: Box) -> None:
-        """Make sure that a box can be read, without reading its elements.
+        """Check that a box can be read, without reading its elements.
 
         Args:
             name: The tensor's name in the files.
-            box: Any part of it that holds an element.
+            box: Any box of it that holds an element.
 
         Raises:
-            CheckpointCorrupted: If what is stored is not what was announced.
+            CheckpointCorrupted: If what is stored is not what was described.
         """
         for _ in self.read(name, box):
             pass  # views of mapped files cost nothing
@@ -65,7 +65,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights(abc.ABC):
-    """A peer's files: found and described by rank 0, sent to every rank, and read there where it is needed.
+    """Files of a foreign format: described by rank 0, sent to every rank, and read where they are needed.
 
     Attributes:
         path: The file or the folder, as this rank opens it.
@@ -82,7 +82,7 @@ class Weights(abc.ABC):
         """Open the files on this rank; what is read is valid inside the context.
 
         Args:
-            source: Brings their bytes.
+            source: Fetches their bytes.
         """
 
     @property
@@ -116,7 +116,7 @@ class Weights(abc.ABC):
         return dataclasses.replace(self, path=path)
 
     def checked(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Make sure that a tensor which was read is what was announced.
+        """Check that a tensor which was read is what was described, and return it.
 
         Args:
             name: Its name in the files.
@@ -137,7 +137,7 @@ class Weights(abc.ABC):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as people do.
+    """Return the name of a dtype as people write it.
 
     Example:
         >>> import torch

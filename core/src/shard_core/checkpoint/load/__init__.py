@@ -1,1 +1,1 @@
-"""From a checkpoint into the live state: compared and verified before anything is touched."""
+"""From a checkpoint into the live state: matched and verified before anything is touched."""

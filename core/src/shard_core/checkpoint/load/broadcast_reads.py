@@ -1,4 +1,4 @@
-"""Bytes that several ranks want, brought from a store by one of them and handed on to the others."""
+"""Broadcast reads: bytes that several ranks want, read from a store by one of them and broadcast to the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BYTES_AT_ONCE = 1 << 26
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Shared:
-    """A range, and the rank that brings it for the others."""
+    """A range, and the rank that reads it for the others."""
 
     reader: int
     range: FileRange
@@ -36,36 +36,36 @@ class _Shared:
 
 
 def broadcast_reads(reads: FileReads, wanted: Sequence[FileRange], coordinator: Coordinator, doing: str) -> None:
-    """Bring what many ranks want, each range on one rank alone; every rank calls this.
+    """Read what many ranks want, each range on one rank, and broadcast it; every rank calls this.
 
-    What is handed on reaches all ranks, so this is done with what at least half of them want: all of what replicas of a
-    whole model read, none of what is cut over many ranks. The rest each rank brings for itself, when it verifies it.
+    A broadcast reaches all ranks, so this is done with what at least half of them want: all of what replicas of a
+    whole model read, none of what is sharded over many ranks. The rest each rank reads itself, when it verifies it.
 
     Args:
         reads: Where the bytes go, on this rank.
-        wanted: What this rank will look at.
+        wanted: What this rank will read.
         coordinator: How ranks talk.
         doing: What this is part of, for messages.
 
     Raises:
-        CheckpointError: On every rank, if a range cannot be brought or kept on any.
+        CheckpointError: On every rank, if a range cannot be fetched or stored on any.
     """
     mine = set(wanted)
     table = np.array(sorted(mine), dtype=np.int64).reshape(-1, len(FileRange._fields))
     for group in batched(_shared(coordinator.gather_objects(table)), len, _BYTES_AT_ONCE):
         own = [each.range for each in group if each.reader == coordinator.rank]
-        on_all_ranks(coordinator, doing, functools.partial(reads.bring, own))
-        brought: dict[FileRange, bytes] = {}
+        on_all_ranks(coordinator, doing, functools.partial(reads.fetch, own))
+        received: dict[FileRange, bytes] = {}
         for reader in sorted({each.reader for each in group}):
             data = [reads.file(each.file).read(each.start, each.stop) for each in own]
-            handed = coordinator.broadcast_object(data if reader == coordinator.rank else [], src=reader)
-            brought.update(zip((each.range for each in group if each.reader == reader), handed, strict=True))
-        kept = {each: data for each, data in brought.items() if each in mine and each not in own}
-        on_all_ranks(coordinator, doing, functools.partial(reads.keep, kept))
+            sent = coordinator.broadcast_object(data if reader == coordinator.rank else [], src=reader)
+            received.update(zip((each.range for each in group if each.reader == reader), sent, strict=True))
+        others = {each: data for each, data in received.items() if each in mine and each not in own}
+        on_all_ranks(coordinator, doing, functools.partial(reads.put, others))
 
 
 def _shared(tables: Sequence[npt.NDArray[np.int64]]) -> Iterator[_Shared]:
-    """Find what at least half of the ranks want, and let these bring it in turn."""
+    """Yield what at least half of the ranks want, with each of these in turn as its reader."""
     ranges, which, counts = np.unique(np.concatenate(tables), axis=0, return_inverse=True, return_counts=True)
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     wanting = ranks[np.argsort(which.reshape(-1), kind="stable")]

@@ -1,4 +1,4 @@
-"""One rank's part of a load: everything is found out and verified before anything is touched."""
+"""The phases of a load on one rank: everything is matched and verified before anything is touched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shard_core.checkpoint.keys import VALUE, is_slot
 from shard_core.checkpoint.load.broadcast_reads import broadcast_reads
 from shard_core.checkpoint.load.matching import match_modules, saved_optimizers
 from shard_core.checkpoint.load.mismatch import (
-    TensorComparison,
+    TensorMatcher,
     compare_optimizers,
     listing,
     missing_modules,
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class ShardedLoad:
-    """Brings a checkpoint into a state, in the order of its methods; every rank calls each.
+    """Loads a checkpoint into a state, in the order of its methods; every rank calls each.
 
     Only ``fill`` changes the state.
 
     Args:
         folder: The checkpoint.
         state: What to fill; None for the values alone.
-        strict: Whether differences are an error.
+        strict: Whether mismatches are an error.
         values: Names of the values that must be there.
         take_values: Called with all values before anything is filled.
     """
@@ -64,7 +64,7 @@ class ShardedLoad:
         self._take_values = take_values
         self._planned: list[tuple[TensorShard, list[Read]]] = []
         self._records: list[OptimizerRecord] = []
-        self._differences: list[str] = []
+        self._mismatches: list[str] = []
         self._remainder: list[str] = []
 
     def prepare(self, raw: bytes) -> None:
@@ -74,7 +74,7 @@ class ShardedLoad:
             raw: The manifest.
 
         Raises:
-            CheckpointMismatch: If they differ and must not.
+            CheckpointMismatch: If they do not match and must.
             CheckpointCorrupted: If the manifest or the index is not what was committed.
         """
         self._manifest = Manifest.from_bytes(raw)
@@ -83,21 +83,21 @@ class ShardedLoad:
         if self._state is None:
             self._remainder = [*self._manifest.modules, *self._manifest.optimizers]
         else:
-            self._compare(self._state)
+            self._match(self._state)
         self._reader.check_apart(self._reads())
-        self._differences += missing_values(self._asked_values, self._manifest)
-        if self._differences and self._strict:
+        self._mismatches += missing_values(self._asked_values, self._manifest)
+        if self._mismatches and self._strict:
             raise CheckpointMismatch(
-                f"{str(self._folder)!r} and what it should be loaded into differ in {len(self._differences)} ways; "
-                f"nothing was changed (strict=False loads what fits):\n{listing(self._differences)}"
+                f"{str(self._folder)!r} and what it should be loaded into differ in {len(self._mismatches)} ways; "
+                f"nothing was changed (strict=False loads what fits):\n{listing(self._mismatches)}"
             )
 
     def broadcast_reads(self, coordinator: Coordinator, doing: str) -> None:
-        """Bring what several ranks are about to read on one of them and broadcast it; see ``broadcast_reads``."""
+        """Read what several ranks need on one of them and broadcast it; see ``broadcast_reads``."""
         broadcast_reads(self._reader.files, self._reader.ranges(self._reads()), coordinator, doing)
 
     def verify(self) -> None:
-        """Verify the digests of what will be read, read the values, and prove that all can be filled.
+        """Verify the digests of what will be read, read the values, and check that all can be filled.
 
         Raises:
             CheckpointCorrupted: If the files are not what was committed.
@@ -112,7 +112,7 @@ class ShardedLoad:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Bring everything into the state.
+        """Fill the state.
 
         Raises:
             CheckpointError: If something that was asked for was not filled, or a file was changed meanwhile.
@@ -135,10 +135,10 @@ class ShardedLoad:
             values=self._values,
             information=self._manifest.information,
             remainder=tuple(self._remainder),
-            differences=tuple(self._differences),
+            differences=tuple(self._mismatches),
         )
 
-    def _compare(self, state: TrainingState) -> None:
+    def _match(self, state: TrainingState) -> None:
         aliases = state.aliases()
         matches = match_modules(self._manifest, state.modules, aliases)
         taken = {match.saved: match for match in matches.values()}
@@ -149,20 +149,20 @@ class ShardedLoad:
             if record.module in taken
         }
         live = state.optimizers()
-        differences, restored = compare_optimizers(
+        mismatches, loaded = compare_optimizers(
             {key: record for key, record in live.items() if record.module in matches}, saved
         )
-        tensors = TensorComparison(self._manifest, matches)
+        tensors = TensorMatcher(self._manifest, matches)
         for shard in state.shards():
             tensors.add(shard)
-        tensors.finish(restored)
-        self._differences = missing_modules(state.modules, matches, self._manifest) + tensors.differences + differences
-        restored -= tensors.unfit
-        self._records = [_only(record, restored) for record in saved.values()]
+        tensors.finish(loaded)
+        self._mismatches = missing_modules(state.modules, matches, self._manifest) + tensors.mismatches + mismatches
+        loaded -= tensors.unfit
+        self._records = [_only(record, loaded) for record in saved.values()]
         self._planned = [
             (fit.shard, self._reader.plan(fit.stored, fit.shard.box))
             for fit in tensors.fitting
-            if fit.owner in restored or not is_slot(fit.shard.key)
+            if fit.owner in loaded or not is_slot(fit.shard.key)
         ]
         here = {(record.module, name) for record in live.values() for name in record.names}
         self._remainder = [key for key in self._manifest.modules if key not in taken]
@@ -173,7 +173,7 @@ class ShardedLoad:
         ]
 
     def _reads(self) -> Iterator[Read]:
-        """Give all that will be read, the user's values included."""
+        """Yield all that will be read, the user's values included."""
         for tensor in self._manifest.tensors:
             if tensor.key.startswith(VALUE):
                 yield from self._reader.plan(tensor.key, Box.whole(tensor.shape))
@@ -198,10 +198,10 @@ class ShardedLoad:
         return self._reader.full(name)
 
 
-def _only(record: OptimizerRecord, restored: set[tuple[str, str]]) -> OptimizerRecord:
-    """Leave out the parameters whose state does not fit."""
+def _only(record: OptimizerRecord, loaded: set[tuple[str, str]]) -> OptimizerRecord:
+    """Return a record without the parameters whose state does not fit."""
     groups = [
-        {**group, "params": [name for name in group["params"] if (record.module, name) in restored]}
+        {**group, "params": [name for name in group["params"] if (record.module, name) in loaded]}
         for group in record.groups
     ]
     return dataclasses.replace(record, groups=groups)

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint belongs to which of the live state, whatever each calls it."""
+"""Matching names: which tensor of a checkpoint belongs to which of the live state (``mismatch`` checks them)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ModuleMatch:
         self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
 
     def owns(self, key: str) -> bool:
-        """Tell whether a live key is one of this module's."""
+        """Return whether a live key is one of this module's."""
         return key.startswith((self._live_model, self._live_optim))
 
     def stored_key(self, key: str) -> str | None:
-        """Give the checkpoint's key for a live key; None if it holds no such tensor."""
+        """Return the checkpoint's key for a live key; None if it holds no such tensor."""
         if key.startswith(self._live_model):
             name = self._stored_name(key.removeprefix(self._live_model))
             return None if name is None else self.saved_model + name
@@ -52,7 +52,7 @@ class ModuleMatch:
         return stored if stored in self._tensors else None
 
     def called(self, key: str, *, live: bool = True) -> str:
-        """Name a tensor by the user's own key for its module.
+        """Return the name of a tensor for messages, by the user's own key for its module.
 
         Args:
             key: The tensor's.
@@ -65,17 +65,17 @@ class ModuleMatch:
         return f"the optimizer's {slot!r} of {f'{self.live}.{name}'!r}"
 
     def parameter_of(self, key: str) -> str:
-        """Give the name, in a live key, of the tensor or of the parameter whose state it is."""
+        """Return the name, in a live key, of the tensor or of the parameter whose state it is."""
         if key.startswith(self._live_model):
             return key.removeprefix(self._live_model)
         return slot_in(key, self._live_optim)[0]
 
     def tied_here(self, stored_key: str) -> str | None:
-        """Give the live name that a stored tensor is tied to, if that is why nothing asks for it."""
+        """Return the live name that a stored tensor is tied to, if that is why nothing asks for it."""
         return self._live_aliases.get(stored_key.removeprefix(self.saved_model))
 
     def live_names(self, name: str) -> list[str]:
-        """Give the names that a stored parameter may have here."""
+        """Return the names that a stored parameter may have here."""
         names = [name, *(alias for alias, first in self._saved_aliases.items() if first == name)]
         return list(dict.fromkeys(self._live_aliases.get(each, each) for each in names))
 
@@ -96,7 +96,7 @@ class ModuleMatch:
                     )
 
     def renamed(self, record: OptimizerRecord) -> OptimizerRecord:
-        """Give an optimizer of the checkpoint the live names."""
+        """Return an optimizer of the checkpoint with the live names."""
         groups = [
             {**group, "params": [live for name in group["params"] for live in self.live_names(name)]}
             for group in record.groups
@@ -114,7 +114,7 @@ class ModuleMatch:
 
 
 def match_modules(manifest: Manifest, modules: Sequence[str], aliases: Mapping[str, str]) -> dict[str, ModuleMatch]:
-    """Find for each live module the one of the checkpoint: by name, or the only one for the only one.
+    """Match each live module to one of the checkpoint: by name, or the only one for the only one.
 
     Args:
         manifest: The checkpoint.

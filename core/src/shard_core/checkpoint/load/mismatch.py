@@ -1,4 +1,4 @@
-"""Comparing a checkpoint with the live state before anything is touched, and listing all that differs."""
+"""Mismatches between a checkpoint and the live state, all listed before anything is touched."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Fit(NamedTuple):
     owner: tuple[str, str]
 
 
-class TensorComparison:
-    """Finds for each live shard the stored tensor that fills it, or says why there is none.
+class TensorMatcher:
+    """Finds for each live shard the stored tensor that fills it, or notes why there is none.
 
     Args:
         manifest: The checkpoint.
@@ -44,7 +44,7 @@ class TensorComparison:
 
     Attributes:
         fitting: What can be filled.
-        differences: What does not fit, a sentence each.
+        mismatches: What does not fit, a sentence each.
         unfit: (module, parameter) that do not fit, or whose optimizer state does not.
     """
 
@@ -53,23 +53,23 @@ class TensorComparison:
         self._matches = matches
         self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
         self._claimed: set[str] = set()
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
         self.fitting: list[Fit] = []
-        self.differences: list[str] = []
+        self.mismatches: list[str] = []
         self.unfit: set[tuple[str, str]] = set()
 
     def add(self, shard: TensorShard) -> None:
-        """Compare one live shard."""
+        """Match one live shard."""
         match = next((match for match in self._matches.values() if match.owns(shard.key)), None)
         if match is None:
-            return  # its module is missing as a whole, which is one difference and not one per tensor
+            return  # its module is missing as a whole, which is one mismatch and not one per tensor
         stored = match.stored_key(shard.key)
         optimizer_state = is_slot(shard.key)
         if stored is None:
             # State that was not there at the save is dropped at the load; nothing is missing.
             if not optimizer_state:
                 hint = self._hint(match, shard.key)
-                self._tell(match, shard, f"is not in the checkpoint{hint}")
+                self._note(match, shard, f"is not in the checkpoint{hint}")
             return
         self._claimed.add(stored)
         tensor = self._tensors[stored]
@@ -79,29 +79,29 @@ class TensorComparison:
             self.fitting.append(Fit(shard, stored, owner))
             return
         if here[1] != tensor.shape:
-            self._tell(match, shard, f"has shape {shard.shape} here, {tensor.shape} in the checkpoint")
+            self._note(match, shard, f"has shape {shard.shape} here, {tensor.shape} in the checkpoint")
         else:
-            self._tell(match, shard, f"has dtype {here[0]} here, {tensor.dtype} in the checkpoint")
+            self._note(match, shard, f"has dtype {here[0]} here, {tensor.dtype} in the checkpoint")
         self.unfit.add(owner)
 
-    def _tell(self, match: ModuleMatch, shard: TensorShard, difference: str) -> None:
-        """Note a difference of a tensor, once however many boxes of it are here."""
-        if shard.key not in self._told:
-            self._told.add(shard.key)
-            self.differences.append(f"{match.called(shard.key)} {difference}")
+    def _note(self, match: ModuleMatch, shard: TensorShard, mismatch: str) -> None:
+        """Record a mismatch of a tensor, once however many boxes of it are here."""
+        if shard.key not in self._noted:
+            self._noted.add(shard.key)
+            self.mismatches.append(f"{match.called(shard.key)} {mismatch}")
 
     def _hint(self, match: ModuleMatch, key: str) -> str:
-        """Suggest what may have been meant; the comparison is slow, and long lists are cut anyway."""
-        if len(self.differences) >= _LISTED:
+        """Return what may have been meant; finding it is slow, and of long lists only the beginning is shown."""
+        if len(self.mismatches) >= _LISTED:
             return ""
         saved = [each.removeprefix(match.saved_model) for each in self._tensors if each.startswith(match.saved_model)]
         return nearest(f"{match.live}.{match.parameter_of(key)}", [f"{match.live}.{name}" for name in saved])
 
-    def finish(self, restored: set[tuple[str, str]]) -> None:
+    def finish(self, loaded: set[tuple[str, str]]) -> None:
         """List what the checkpoint holds and nothing here asked for.
 
         Args:
-            restored: The (module, parameter) whose optimizer state is asked for.
+            loaded: The (module, parameter) whose optimizer state is asked for.
         """
         refused: set[tuple[str, str]] = set()
         for match in self._matches.values():
@@ -111,13 +111,13 @@ class TensorComparison:
                 if key.startswith(match.saved_model):
                     tie = match.tied_here(key)
                     reason = f"is tied to {tie!r} here, but kept apart" if tie else "is not here, but"
-                    self.differences.append(f"{match.called(key, live=False)} {reason} in the checkpoint")
+                    self.mismatches.append(f"{match.called(key, live=False)} {reason} in the checkpoint")
                 elif key.startswith(match.saved_optim):
                     name, _ = slot_in(key, match.saved_optim)
-                    takers = {(match.live, taker) for taker in match.live_names(name)} & restored - self.unfit
+                    takers = {(match.live, taker) for taker in match.live_names(name)} & loaded - self.unfit
                     if takers:
-                        told = match.called(key, live=False)
-                        self.differences.append(f"{told} is in the checkpoint, but no optimizer here can take it")
+                        called = match.called(key, live=False)
+                        self.mismatches.append(f"{called} is in the checkpoint, but no optimizer here can take it")
                     refused |= takers
         self.unfit |= refused
 
@@ -132,9 +132,9 @@ def compare_optimizers(
         saved: Those of the checkpoint, with live names.
 
     Returns:
-        What differs, a sentence each, and the (module, parameter) whose state is to be restored.
+        The mismatches, a sentence each, and the (module, parameter) whose state is to be loaded.
     """
-    differences: list[str] = []
+    mismatches: list[str] = []
     fitting: set[tuple[str, str]] = set()
     owners = {
         (record.module, name): (record, group)
@@ -146,28 +146,28 @@ def compare_optimizers(
         for place, group in enumerate(record.groups):
             sources = {name: owners[record.module, name] for name in group["params"] if (record.module, name) in owners}
             absent = [name for name in group["params"] if name not in sources]
-            differences += [
+            mismatches += [
                 f"optimizer {key!r} steps {name!r}, for which the checkpoint has no optimizer" for name in absent
             ]
             flaws = _group_flaws(f"optimizer {key!r} ({record.type}), group {place},", record, sources)
             flaws += _unlike_kinds(f"optimizer {key!r} ({record.type}), group {place},", record, group, sources)
-            differences += flaws
+            mismatches += flaws
             if not flaws:
                 fitting |= {(record.module, name) for name in sources}
     here = {(record.module, name) for record in live.values() for name in record.names}
     for key, record in saved.items():
         left = [name for name in record.names if (record.module, name) not in here]
         if len(left) < len(record.names):
-            differences += [
+            mismatches += [
                 f"optimizer {key!r} of the checkpoint steps {name!r}, which no optimizer here does" for name in left
             ]
-    return differences, fitting
+    return mismatches, fitting
 
 
 def _group_flaws(
     owner: str, live: OptimizerRecord, sources: Mapping[str, tuple[OptimizerRecord, Mapping[str, object]]]
 ) -> list[str]:
-    """Say why one live group cannot have the hyper-parameters of the groups its parameters were in."""
+    """Return why one live group cannot have the hyper-parameters of the groups its parameters were in."""
     if not sources:
         return []
     first_name, (record, first) = next(iter(sources.items()))
@@ -198,7 +198,7 @@ def _unlike_kinds(
     group: Mapping[str, object],
     sources: Mapping[str, tuple[OptimizerRecord, Mapping[str, object]]],
 ) -> list[str]:
-    """Say which hyper-parameters and scalars of the checkpoint are of a kind that the live group's cannot be."""
+    """Return which hyper-parameters and scalars of the checkpoint are of a kind that the live group's cannot be."""
     if not sources:
         return []
     _, saved = next(iter(sources.values()))
@@ -218,7 +218,7 @@ def _unlike_kinds(
 
 
 def _could_be(live: Any, saved: Any) -> bool:
-    """Tell whether a value may become another: a number another number, and so within a tuple."""
+    """Return whether a value may become another: a number another number, and so within a tuple."""
     if isinstance(live, tuple | list):
         alike = isinstance(saved, tuple | list) and len(saved) == len(live)
         return alike and all(map(_could_be, live, saved))
@@ -230,21 +230,21 @@ def _could_be(live: Any, saved: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Tell whether a tensor can be filled with a value."""
+    """Return whether a tensor can be filled with a value."""
     return isinstance(value, float | torch.Tensor) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
-def listing(differences: Sequence[str]) -> str:
-    """Show differences one per line, the first of them if there are very many."""
-    shown = (each if len(each) <= _MOST_SHOWN else f"{each[: _MOST_SHOWN - 3]}..." for each in differences[:_LISTED])
-    lines = [f"- {difference}" for difference in shown]
-    if len(differences) > _LISTED:
-        lines.append(f"- and {len(differences) - _LISTED} more")
+def listing(mismatches: Sequence[str]) -> str:
+    """Show mismatches one per line, the first of them if there are very many."""
+    shown = (each if len(each) <= _MOST_SHOWN else f"{each[: _MOST_SHOWN - 3]}..." for each in mismatches[:_LISTED])
+    lines = [f"- {mismatch}" for mismatch in shown]
+    if len(mismatches) > _LISTED:
+        lines.append(f"- and {len(mismatches) - _LISTED} more")
     return "\n".join(lines)
 
 
 def missing_modules(modules: Iterable[str], matches: Mapping[str, ModuleMatch], manifest: Manifest) -> list[str]:
-    """Say which live modules the checkpoint does not hold."""
+    """Return which live modules the checkpoint does not hold, a sentence each."""
     held = ", ".join(map(repr, manifest.modules)) or "none"
     return [
         f"module {module!r} is not in the checkpoint{nearest(module, manifest.modules)}; it holds: {held}"
@@ -254,7 +254,7 @@ def missing_modules(modules: Iterable[str], matches: Mapping[str, ModuleMatch], 
 
 
 def missing_values(names: Iterable[str], manifest: Manifest) -> list[str]:
-    """Say which of the values that are asked for the checkpoint does not hold."""
+    """Return which values that are asked for the checkpoint does not hold, a sentence each."""
     users = sorted(name for name in manifest.values if not name.startswith(OWN_KEYS))
     held = ", ".join(map(repr, users)) or "none"
     return [

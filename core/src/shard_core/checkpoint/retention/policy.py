@@ -28,7 +28,7 @@ class Retention:
     Attributes:
         keep_last: How many of the newest stay.
         keep_every: Those whose saved ``step`` is a multiple of this stay as well; so does one without a
-            step, of which nobody can tell. None for no others.
+            step. None for no others.
 
     Raises:
         InvalidOption: If either is no number from 1 up.
@@ -60,7 +60,7 @@ class Decision:
         removes: ``"nothing"``, ``"all"``, of a checkpoint that goes only what is its own (``"checkpoint"``), or of one
             that stays only its ``"leftovers"``.
         reason: Why, in a few words.
-        hindered: Whether it would be removed, but for something in it that no save made.
+        hindered: Whether it would be removed, but for a file in it that no save wrote.
     """
 
     entry: RunEntry
@@ -79,7 +79,7 @@ class Decision:
 def decide(
     entries: Sequence[RunEntry], retention: Retention | None, *, safe_age: float = SAFE_AGE, now: float | None = None
 ) -> list[Decision]:
-    """Say of each entry of a run's folder what becomes of it.
+    """Decide of each entry of a run's folder whether it stays.
 
     Args:
         entries: All of them, the oldest first.
@@ -108,8 +108,8 @@ def _decision(entry: RunEntry, retention: Retention | None, is_last: bool, is_ol
     else:
         # What its manifest does not name may be of a save that is replacing it.
         removes, reason = ("all" if is_old or not entry.leftovers else "checkpoint"), "older"
-    if removes in ("all", "checkpoint") and entry.foreign:
-        reason = f"holds {entry.foreign[0]!r}, which no save made"
+    if removes in ("all", "checkpoint") and entry.unknown:
+        reason = f"holds {entry.unknown[0]!r}, which no save made"
         return Decision(entry=entry, removes="nothing", reason=reason, hindered=True)
     if removes == "nothing" and entry.standing is Standing.COMMITTED and entry.leftovers and is_old:
         return Decision(entry=entry, removes="leftovers", reason="left by a save that died")

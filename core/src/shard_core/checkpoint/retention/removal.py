@@ -1,11 +1,11 @@
-"""Removing checkpoints, so that what is left of one is at no moment taken for a whole one."""
+"""Removing checkpoints, so that what is left of one is never taken for a whole one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.format.manifest import CLAIM, MANIFEST_NAME
-from shard_core.checkpoint.retention.run_folder import is_telling, run_entry
+from shard_core.checkpoint.retention.run_folder import is_distinctive, run_entry
 from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ def remove_entry(entry: RunEntry, *, leftovers: bool = True) -> None:
         leftovers: Whether files go that its manifest does not name; another save may be writing them.
 
     Raises:
-        CheckpointError: If something else stands there now, or something foreign, or the disk refuses.
+        CheckpointError: If something else stands there now, or a file that no save wrote, or the disk refuses.
     """
-    if entry.foreign:
-        raise CheckpointError(f"{str(entry.folder)!r} also holds {entry.foreign[0]!r}, which no save made; it stays.")
+    if entry.unknown:
+        raise CheckpointError(f"{str(entry.folder)!r} also holds {entry.unknown[0]!r}, which no save made; it stays.")
     names = {*entry.files, *(entry.leftovers if leftovers else ())} - {MANIFEST_NAME}
     try:
         with entry.folder.locked():  # else a save could put another manifest in place of the one that was looked at
@@ -32,10 +32,10 @@ def remove_entry(entry: RunEntry, *, leftovers: bool = True) -> None:
                 entry.folder.remove([MANIFEST_NAME])
                 # Else a loss of power could bring the manifest back, without the files it names.
                 entry.folder.sync()
-        # What tells that a save was here goes last, so that what a kill leaves is known for leftovers; and at the very
+        # What shows that a save was here goes last, so that what a kill leaves is known for leftovers; and at the very
         # end what lets another save take the plain names.
-        telling = {name for name in names if is_telling(name)}
-        for some in (names - telling, telling - {CLAIM}, names & {CLAIM}):
+        distinctive = {name for name in names if is_distinctive(name)}
+        for some in (names - distinctive, distinctive - {CLAIM}, names & {CLAIM}):
             entry.folder.remove(sorted(some))
         if leftovers or not entry.leftovers:
             entry.folder.remove_folder()

@@ -1,4 +1,4 @@
-"""What stands in the folder of a run: committed checkpoints, damaged ones, and what saves that died left behind."""
+"""What is in the folder of a run: committed checkpoints, damaged ones, and what saves that died have left."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _MANIFEST = re.compile(rf"{re.escape(MANIFEST_NAME)}(?:-[0-9a-f]{{12}})?")
 _OF_RANK = re.compile(r"[a-z]+-(\d+)-of-(\d+)[-.].*")
-#: Nobody else gives files such names; ``checkpoint.safetensors`` and a part of ``model`` may be others' weights.
-_TELLING = re.compile(r"(?:optim|state|part|index)[-.].*|[a-z]+-00000-of-.*|.*-[0-9a-f]{12}(?:\.safetensors)?")
+#: No other library uses such names; ``checkpoint.safetensors`` and some of ``model-*`` may be others' weights.
+_DISTINCTIVE = re.compile(r"(?:optim|state|part|index)[-.].*|[a-z]+-00000-of-.*|.*-[0-9a-f]{12}(?:\.safetensors)?")
 
 
 class Standing(enum.Enum):
@@ -47,7 +47,7 @@ class RunEntry:
         step: The value that was saved as ``step``, if there was one.
         files: The files that belong to it, with their lengths.
         leftovers: Files of ours in it that no checkpoint names.
-        foreign: Names of what else is in it.
+        unknown: Names of what else is in it.
         touched: When a file in it was last written, in seconds since 1970; of a checkpoint with nothing left over,
             when it was committed.
     """
@@ -60,7 +60,7 @@ class RunEntry:
     step: int | None
     files: Mapping[str, int]
     leftovers: Mapping[str, int]
-    foreign: tuple[str, ...]
+    unknown: tuple[str, ...]
     touched: float
 
     @property
@@ -97,23 +97,23 @@ def entries_of(folder: Folder) -> list[RunEntry]:
 
 
 def run_entry(folder: Folder) -> RunEntry | None:
-    """Describe one subfolder of a run's folder; None if no save made it as far as can be told, or it is gone.
+    """Describe one subfolder of a run's folder; None if no save wrote it as far as can be seen, or it is gone.
 
-    A link is nobody's save, wherever it leads.
+    A link is no save, wherever it leads.
     """
     if folder.is_link() or not folder.is_folder():
         return None
     ours: dict[str, int] = {}
-    foreign: list[str] = []
+    unknown: list[str] = []
     for each in folder.listing():
         if each.name == LOCK_NAME:
             continue  # comes and goes with whoever puts a checkpoint in place or removes one
         if each.bytes is None or not is_ours(each.name):
-            foreign.append(each.name)
+            unknown.append(each.name)
         else:
             ours[each.name] = each.bytes
     manifest, standing = _manifest(folder, ours)
-    if manifest is None and not any(map(is_telling, ours)):
+    if manifest is None and not any(map(is_distinctive, ours)):
         return None
     kept = {MANIFEST_NAME, *manifest.names} if manifest else set(ours)
     leftovers = {name: size for name, size in ours.items() if name not in kept}
@@ -126,13 +126,13 @@ def run_entry(folder: Folder) -> RunEntry | None:
         step=manifest.step if manifest else None,
         files={name: size for name, size in ours.items() if name in kept},
         leftovers=leftovers,
-        foreign=tuple(sorted(foreign)),
+        unknown=tuple(sorted(unknown)),
         touched=_touched(folder, ours, leftovers, manifest),
     )
 
 
 def is_ours(name: str) -> bool:
-    """Tell whether a save may have given a file this name; ranks are counted from 0, others count files from 1.
+    """Return whether a file of this name may be a save's; ranks are counted from 0, others count files from 1.
 
     Example:
         >>> is_ours("model-00000-of-00002.safetensors"), is_ours("model-00002-of-00002.safetensors")
@@ -144,14 +144,14 @@ def is_ours(name: str) -> bool:
     return bool(FILE_NAME.fullmatch(name) or _MANIFEST.fullmatch(name))
 
 
-def is_telling(name: str) -> bool:
-    """Tell whether a file of this name shows by itself that a save was here.
+def is_distinctive(name: str) -> bool:
+    """Return whether a file of this name shows by itself that a save was here.
 
     Example:
-        >>> is_telling("optim-00001-of-00002.safetensors"), is_telling("model-00001-of-00002.safetensors")
+        >>> is_distinctive("optim-00001-of-00002.safetensors"), is_distinctive("model-00001-of-00002.safetensors")
         (True, False)
     """
-    return is_ours(name) and bool(_TELLING.fullmatch(name))
+    return is_ours(name) and bool(_DISTINCTIVE.fullmatch(name))
 
 
 def _manifest(folder: Folder, names: Mapping[str, int]) -> tuple[Manifest | None, Standing]:
@@ -173,5 +173,5 @@ def _touched(folder: Folder, ours: Mapping[str, int], leftovers: Mapping[str, in
 
 
 def _place(entry: RunEntry) -> tuple[bool, tuple[float, ...], str]:
-    """Sort checkpoints by their own order, and behind them what cannot tell its own by when it was written."""
+    """Return the sort key of an entry: checkpoints by their order, after them the others by when they were written."""
     return entry.order is None, (entry.touched,) if entry.order is None else entry.order, entry.folder.name

@@ -1,1 +1,1 @@
-"""From the live state to a committed checkpoint, at once or in the background."""
+"""From the live state to a committed checkpoint, at once or asynchronously."""

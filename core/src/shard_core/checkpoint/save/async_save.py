@@ -1,4 +1,4 @@
-"""A save that goes on behind training: a snapshot, and a thread that writes it."""
+"""Async saves: a snapshot of the state, and a background thread that writes it while training goes on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def async_save(
     coordinator: Coordinator,
     write: Callable[[TrainingState, Mapping[str, Any], Coordinator], object],
 ) -> SaveHandle:
-    """Take a snapshot and write it in a thread that training need not wait for; every rank calls this.
+    """Copy the state and write it in a background thread; every rank calls this.
 
     This is how a ``CheckpointIO`` saves with ``blocking=False``. The process does not exit before it is done. Where a
     host has no room for its ranks' snapshots, the save is written from the live tensors before this returns.
@@ -38,15 +38,15 @@ def async_save(
         state: Modules and optimizers.
         values: The rest, by the user's names.
         coordinator: How ranks talk.
-        write: Saves a state and values, and returns when the checkpoint is complete; it talks through the coordinator
-            it is given and through no other.
+        write: Saves a state and values, and returns when the checkpoint is complete; it communicates through the
+            coordinator it is given and through no other.
 
     Returns:
         A handle to wait on.
 
     Raises:
         CheckpointError: If there is something that no checkpoint can hold.
-        MissingCapability: If the ranks can talk in no other thread.
+        MissingCapability: If the ranks have no side channel.
     """
     doing = f"saving {os.fspath(path)!r}"
     handle = SaveHandle(path=named(path), staged=Future(), committed=Future())
@@ -62,14 +62,14 @@ def async_save(
         if coordinator.rank == 0:
             warnings.warn(
                 f"host {crowded.host!r} has no room for the {crowded.wanted / 1e9:.1f} GB that its ranks would copy; "
-                "saves behind training write straight from the tensors instead, and training waits for them.",
+                "async saves write straight from the tensors instead, and training waits for them.",
                 stacklevel=3,
             )
         write(taken[0], taken[0].values, coordinator)
         return SaveHandle.finished(path)
     on_all_ranks(coordinator, doing, taken[0].take)
 
-    def save(others: Coordinator) -> None:
+    def save(side_channel: Coordinator) -> None:
         snapshot = taken.pop()
 
         def stage() -> None:
@@ -78,8 +78,8 @@ def async_save(
             finally:
                 handle.staged.set_result(None)
 
-        on_all_ranks(others, doing, stage)
-        write(snapshot, snapshot.values, others)
+        on_all_ranks(side_channel, doing, stage)
+        write(snapshot, snapshot.values, side_channel)
 
     run_in_background(coordinator, save, handle.committed, name="shard-save")
     return handle
@@ -88,27 +88,27 @@ def async_save(
 def run_in_background(
     coordinator: Coordinator, task: Callable[[Coordinator], None], outcome: Future[None], *, name: str
 ) -> None:
-    """Start a task in a thread; every rank calls this at the same point.
+    """Start a task in a background thread, with a side channel to the other ranks; every rank calls this.
 
     The interpreter waits for the thread before it exits.
 
     Args:
         coordinator: How ranks talk in this thread.
-        task: Is handed how they talk in the other.
-        outcome: Is told when the task has returned, or what it raised.
+        task: Called with how they talk in the background thread.
+        outcome: Done when the task has returned; raises what it raised.
         name: The thread's.
 
     Raises:
-        MissingCapability: If the ranks can talk in no other thread.
+        MissingCapability: If the ranks have no side channel.
     """
-    line = contextlib.ExitStack()
-    # Entered here: a process that is about to exit may start no further threads, and a line may need one.
-    others = line.enter_context(coordinator.side_channel())
+    stack = contextlib.ExitStack()
+    # Entered here: a process that is about to exit may start no further threads, and a side channel may need one.
+    side_channel = stack.enter_context(coordinator.side_channel())
 
     def run() -> None:
         try:
-            with line:
-                task(others)
+            with stack:
+                task(side_channel)
         except BaseException as error:  # noqa: BLE001 - whoever looks at the outcome raises it
             outcome.set_exception(error)
         else:
@@ -117,5 +117,5 @@ def run_in_background(
     try:
         threading.Thread(target=run, name=name, daemon=False).start()
     except RuntimeError:
-        line.close()
+        stack.close()
         raise

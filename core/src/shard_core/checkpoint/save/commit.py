@@ -1,7 +1,7 @@
 """The commit protocol: a save becomes a checkpoint in one step, or leaves what was there as it was.
 
 Several runs may save into one folder at once, or one beside what another left when it died. Whatever the order of their
-steps, the folder holds what it held before or the whole of one of the saves:
+steps, the folder holds what it held before or all of one of the saves:
 
 - No two saves write to one file. Names carry the save's identity; the plain ones belong to who was first to claim
   ``index.safetensors`` in a folder without a manifest. The claim is the last file to go, in a save that gives up and
@@ -40,10 +40,10 @@ _TRIES = 100
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One try to save, known to all ranks; its files touch no other attempt's.
+    """One attempt to save, known to all ranks; its files touch no other attempt's.
 
     Attributes:
-        identity: New for every try: a part that an earlier try left behind is never taken for this one's.
+        identity: New for every attempt: a rank index that an earlier one left is never taken for this one's.
         folder: The checkpoint.
         world_size: How many ranks write.
         plain: Whether it may give its files plain names.
@@ -58,7 +58,7 @@ class Attempt:
 
     @classmethod
     def begin(cls, folder: Folder, world_size: int) -> Attempt:
-        """Make the folder and leave a sign in it for the other ranks; called by rank 0 alone.
+        """Create the folder and write a sign in it for the other ranks; called by rank 0 alone.
 
         Raises:
             CheckpointError: If the path is taken by something else than a folder.
@@ -87,7 +87,7 @@ class Attempt:
         return attempt
 
     def check_shared(self) -> None:
-        """Look for rank 0's sign before anything is written; called by the other ranks.
+        """Check that rank 0's sign is here before anything is written; called by the other ranks.
 
         Raises:
             CheckpointError: If it is not to be seen from here.
@@ -104,18 +104,18 @@ class Attempt:
             )
 
     def tensor_file(self, kind: str, rank: int) -> str:
-        """Name the file for one kind of tensors of one rank.
+        """Return the name of the file for one kind of tensors of one rank.
 
         Names are plain, as people expect them, unless another save may be using those.
         """
         return f"{kind}-{rank:05d}-of-{self.world_size:05d}{self._suffix}.safetensors"
 
     def single_file(self, kind: Literal["index", "checkpoint"]) -> str:
-        """Name a file that rank 0 writes for all."""
+        """Return the name of a file that rank 0 writes for all."""
         return f"{kind}{self._suffix}.safetensors"
 
     def rank_index_file(self, rank: int) -> str:
-        """Name the file in which a rank tells what it wrote."""
+        """Return the name of the file that holds a rank's index."""
         return f"part-{rank:05d}-of-{self.world_size:05d}-{self.identity}.safetensors"
 
     def write_index(self, raw: bytes, finishing: Tasks) -> FileRecord:
@@ -123,7 +123,7 @@ class Attempt:
 
         Args:
             raw: The index.
-            finishing: What brings it to where it outlasts a loss of power.
+            finishing: The tasks that flush it to the disk.
         """
         name = self.single_file("index")
         if self.plain:
@@ -148,7 +148,7 @@ class Attempt:
         )
 
     def publish(self, step: Callable[[], None], kept: set[str]) -> None:
-        """Make the folder the new checkpoint, then remove what no longer belongs to it.
+        """Publish the folder as the new checkpoint, then remove what no longer belongs to it.
 
         Args:
             step: What ``write_manifest`` returned.
@@ -172,7 +172,7 @@ class Attempt:
             self._remove((self._written_by(ranks) | self._replaced_files()) & there - kept)
 
     def discard(self, ranks: Iterable[int]) -> None:
-        """Remove what ranks wrote in a try that failed before it was published, as far as possible."""
+        """Remove what ranks wrote in an attempt that failed before it was published, as far as possible."""
         self.folder.discard(sorted(self._written_by(ranks) - {CLAIM}))
 
     def leave(self) -> None:
@@ -207,7 +207,7 @@ class Attempt:
         try:
             return set(Manifest.from_bytes(self.replaces).names) if self.replaces else set()
         except CheckpointCorrupted:
-            return set()  # whose files these are nobody can tell
+            return set()  # whose files these are is unknown
 
     def _remove(self, names: set[str]) -> None:
         self.folder.discard([*sorted(names - {CLAIM}), *(names & {CLAIM})])

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-#: What else may ask for memory meanwhile keeps one part in so many.
-_KEPT_FREE = 10
-#: How both kinds of control groups tell what they allow, what is in use, and what of that the kernel can give back.
+#: One part in so many is left to what else may ask for memory meanwhile.
+_LEFT_FREE = 10
+#: Where both kinds of control groups show what they allow, what is in use, and what of that the kernel can give back.
 _GROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -23,7 +23,7 @@ class Room(NamedTuple):
     Attributes:
         host: The host's name.
         wanted: How many bytes the rank wants.
-        available: How many there are for all ranks of the host; None where nobody can tell.
+        available: How many there are for all ranks of the host; None where it is unknown.
     """
 
     host: str
@@ -32,18 +32,18 @@ class Room(NamedTuple):
 
 
 def room_for(wanted: int) -> Room:
-    """Tell what this process wants of its host's memory, and what there is."""
+    """Return what this process wants of its host's memory, and what there is."""
     return Room(platform.node(), wanted, available_memory())
 
 
 def crowded_host(rooms: Sequence[Room]) -> Room | None:
-    """Find a host that has no room for what its ranks want.
+    """Return a host that has no room for what its ranks want.
 
     Args:
         rooms: Every rank's.
 
     Returns:
-        The host, and what its ranks want together; None if all have room.
+        The host, and the sum of what its ranks want; None if all have room.
 
     Example:
         >>> crowded_host([Room("first", 4, 10), Room("first", 6, 10), Room("second", 6, 10)])
@@ -53,19 +53,19 @@ def crowded_host(rooms: Sequence[Room]) -> Room | None:
     for room in rooms:
         wanted[room.host] = wanted.get(room.host, 0) + room.wanted
     for host, _, available in rooms:
-        if available is not None and wanted[host] > available - available // _KEPT_FREE:
+        if available is not None and wanted[host] > available - available // _LEFT_FREE:
             return Room(host, wanted[host], available)
     return None
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Tell how many bytes may be taken before the system kills somebody for it.
+    """Return how many bytes may be allocated before the system kills a process for it.
 
     Args:
-        root: Where the system tells of itself.
+        root: Where ``proc`` and ``sys`` are.
 
     Returns:
-        The least of what the machine and the control groups of this process have left; None where nobody can tell.
+        The least of what the machine and the control groups of this process have left; None where it is unknown.
     """
     return min((*_of_machine(root), *_of_groups(root)), default=None)
 

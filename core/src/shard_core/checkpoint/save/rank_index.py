@@ -1,4 +1,4 @@
-"""What one rank wrote, as a record that the rank which commits can read quickly."""
+"""Rank indexes: what each rank wrote, encoded so that the rank which commits can merge thousands (see ``merge``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_LAYOUT = {name: kind for name, kind in COLUMNS.items() if name not in _OWN} 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankIndex:
-    """A part record, decoded no further than it takes to join it with others.
+    """What one rank wrote, decoded no further than it takes to merge it with others.
 
     Attributes:
         layout: What ``decode_layout`` decodes; the same on many ranks, so that decoding once will do.
@@ -50,11 +50,11 @@ class RankIndex:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """What the parts of many ranks have in common.
+    """What the indexes of many ranks have in common.
 
     Attributes:
         tensors: The full tensors, sorted by key.
-        columns: As in an index, but for those of each part, and ``digest_counts``, how many digests each tensor has.
+        columns: As in an index, but for those of each rank, and ``digest_counts``, how many digests each tensor has.
     """
 
     tensors: tuple[TensorRecord, ...]
@@ -67,18 +67,18 @@ def index_of(
     """Build the index of chunks that one process wrote.
 
     Args:
-        tensors: The full tensors it has parts of.
+        tensors: The full tensors it has chunks of.
         files: The files it wrote.
         chunks: What is in them, by the tensors' keys.
     """
     tensors = sorted(tensors, key=lambda tensor: tensor.key)
     by_tensor = [chunks.get(tensor.key, ()) for tensor in tensors]
-    cuts = [(tensor.shape, tuple(chunk.box for chunk in each)) for tensor, each in zip(tensors, by_tensor, strict=True)]
-    numbers = {cut: number for number, cut in enumerate(dict.fromkeys(cuts))}
+    tilings = [(of.shape, tuple(chunk.box for chunk in each)) for of, each in zip(tensors, by_tensor, strict=True)]
+    numbers = {tiling: number for number, tiling in enumerate(dict.fromkeys(tilings))}
     boxes = [box for _, each in numbers for box in each]
     listed = [chunk for each in by_tensor for chunk in each]
     columns = {
-        "cut": [numbers[cut] for cut in cuts],
+        "cut": [numbers[tiling] for tiling in tilings],
         "rows": starts([len(each) for _, each in numbers]),
         "offsets": [offset for box in boxes for offset in box.offsets],
         "sizes": [size for box in boxes for size in box.sizes],
@@ -100,7 +100,7 @@ def encode_rank_index(attempt: str, index: ChunkIndex) -> bytes:
     described = {**index.columns, "digest_counts": index.digest_counts.astype(np.int32), _TENSORS: _bytes(tensors)}
     layout = safetensors.numpy.save({name: described[name] for name in _OF_LAYOUT})
     about = _json({"attempt": attempt, "files": [dataclasses.asdict(file) for file in index.files]})
-    # Every rank tells of every tensor. Packed, and compared before it is unpacked, that stays cheap for
+    # Every rank describes every tensor. Packed, and compared before it is unpacked, that stays cheap for
     # thousands of ranks.
     packed = {_LAYOUT: _bytes(zlib.compress(layout, level=1)), _ABOUT: _bytes(about)}
     return safetensors.numpy.save({**{name: index.columns[name] for name in _OWN}, **packed})
@@ -114,16 +114,16 @@ def decode_rank_index(raw: bytes, attempt: str) -> RankIndex:
         CheckpointCorrupted: If it is no such record.
     """
     columns = decode_columns(raw, {**_OWN, _LAYOUT: "u1", _ABOUT: "u1"})
-    about = Fields.from_json(columns[_ABOUT].tobytes(), "a part record")
+    about = Fields.from_json(columns[_ABOUT].tobytes(), "a rank index")
     if about.text("attempt") != attempt:
-        raise CheckpointError(f"a part record belongs to save {about.text('attempt')}, not to {attempt}.")
+        raise CheckpointError(f"a rank index belongs to save {about.text('attempt')}, not to {attempt}.")
     files = [read_file(file) for file in about.listed("files")]
     own = {name: columns[name] for name in _OWN}
     return RankIndex(layout=columns[_LAYOUT].tobytes(), files=files, **own)
 
 
 def decode_layout(raw: bytes) -> Layout:
-    """Decode the layout of a part.
+    """Decode the layout of a rank index.
 
     Raises:
         CheckpointCorrupted: If it is none.
@@ -131,8 +131,8 @@ def decode_layout(raw: bytes) -> Layout:
     try:
         columns = decode_columns(zlib.decompress(raw), _OF_LAYOUT)
     except zlib.error as error:
-        raise CheckpointCorrupted(f"the layout of a part record cannot be unpacked: {error}.") from error
-    fields = Fields.from_json(columns.pop(_TENSORS).tobytes(), "the layout of a part record")
+        raise CheckpointCorrupted(f"the layout of a rank index cannot be unpacked: {error}.") from error
+    fields = Fields.from_json(columns.pop(_TENSORS).tobytes(), "the layout of a rank index")
     listed = fields.mapping(_TENSORS)
     return Layout(tensors=tuple(read_tensor(key, value) for key, value in listed.items()), columns=columns)
 

@@ -45,11 +45,11 @@ class ShardedSave:
         self._coordinator = coordinator
         self._shards: list[TensorShard] = []
         self._about: dict[str, Any] = {}
-        self._parts: list[str] = []
+        self._digests: list[str] = []
         self._finishing = Tasks()
 
     def begin(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
-        """Find out what is to be written; then rank 0 makes the folder, and the others see that it is theirs too."""
+        """Describe what is to be written, create the folder on rank 0, and check that the other ranks see it."""
         coordinator = self._coordinator
 
         def describe() -> str:
@@ -81,14 +81,14 @@ class ShardedSave:
             raise
 
     def write(self) -> None:
-        """Write this rank's files; they are on their way to the disk when this returns."""
+        """Write this rank's files; ``finish`` waits until the disk has them."""
         rank = self._coordinator.rank
 
         def write() -> str:
             return write_rank(self._attempt, rank, self._shards, self._finishing)
 
         try:
-            self._parts = on_all_ranks(self._coordinator, self._doing, write)
+            self._digests = on_all_ranks(self._coordinator, self._doing, write)
         except CheckpointError:
             self._give_up()
             raise
@@ -99,7 +99,7 @@ class ShardedSave:
 
         def finish() -> None:
             if rank == 0:
-                self._index = gather_rank_indexes(self._attempt, self._parts)
+                self._index = gather_rank_indexes(self._attempt, self._digests)
                 if self._form == "sharded":
                     self._write_manifest(self._index)
             self._finishing.wait()
@@ -111,7 +111,7 @@ class ShardedSave:
             raise
 
     def commit(self, committed: Callable[[Folder], object] | None) -> SaveHandle:
-        """Make a checkpoint of what all ranks have written, on rank 0.
+        """Publish what all ranks have written as a checkpoint, on rank 0.
 
         Args:
             committed: What rank 0 does with the checkpoint's folder afterwards, before any rank goes on.
@@ -139,7 +139,7 @@ class ShardedSave:
         }
 
     def _publish(self) -> None:
-        """Take the step that makes the checkpoint, once all it consists of outlasts a loss of power."""
+        """Publish the checkpoint, once all it consists of outlasts a loss of power."""
         attempt = self._attempt
         try:
             check_lengths(attempt, self._index)
@@ -153,7 +153,7 @@ class ShardedSave:
         attempt.publish(self._step, self._kept)
 
     def _write_manifest(self, index: ChunkIndex) -> None:
-        """Describe the checkpoint where the description does not count yet."""
+        """Write the manifest where it does not count yet."""
         manifest = Manifest(
             attempt=self._attempt.identity,
             created=time.time_ns(),

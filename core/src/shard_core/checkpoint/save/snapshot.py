@@ -1,4 +1,4 @@
-"""Training state as it was at one moment, to be written while training goes on."""
+"""Snapshots for async saves: training state as it was at one moment, to be written while training goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Snapshot(TrainingState):
 
     Order of calls: ``take``, which copies what may change at any time; ``stage``, by any thread, before the next step
     of an optimizer, which copies parameters and optimizer state and finds out whether anybody has changed them
-    meanwhile; then what a save calls. All descriptions are made at once. While nothing was taken, the shards are the
+    meanwhile; then what a save calls. All descriptions are made at once. Before ``take``, the shards are the
     live ones.
 
     Args:
@@ -41,7 +41,7 @@ class Snapshot(TrainingState):
     def __init__(self, state: TrainingState, values: Mapping[str, Any], *, rank: int) -> None:
         self._copies = Staging()
         encoded, tensors = value_shards(values, write=rank == 0)
-        views = {shard.key: self._taken(shard).view for shard in tensors}
+        views = {shard.key: self._staged(shard).view for shard in tensors}
         self.values: dict[str, Any] = {name: decode(value, views.__getitem__) for name, value in encoded.items()}
         self._modules = tuple(state.modules)
         self._aliases = state.aliases()
@@ -62,12 +62,12 @@ class Snapshot(TrainingState):
         """Copy what may change at any time, and note how the rest is."""
         self._waiting = {place: _versions(shard) for place, shard in enumerate(self._shards) if _can_wait(shard)}
         self._shards = [
-            shard if place in self._waiting else self._taken(shard, is_copy=self._holds_copies)
+            shard if place in self._waiting else self._staged(shard, is_copy=self._holds_copies)
             for place, shard in enumerate(self._shards)
         ]
 
     def stage(self) -> None:
-        """Copy what was left, and let go of the live tensors.
+        """Copy what was left, and release the live tensors.
 
         Raises:
             CheckpointError: Naming a tensor that was changed before it was copied, or while it was.
@@ -93,7 +93,7 @@ class Snapshot(TrainingState):
         return list(self._shards)
 
     def aliases(self) -> dict[str, str]:
-        """Give the further keys of tied tensors."""
+        """Return the further keys of tied tensors."""
         return dict(self._aliases)
 
     def optimizers(self) -> dict[str, OptimizerRecord]:
@@ -110,8 +110,8 @@ class Snapshot(TrainingState):
         del optimizers
         raise CheckpointError("a snapshot can only be saved; load into the live state.")
 
-    def _taken(self, shard: TensorShard, *, is_copy: bool = False) -> TensorShard:
-        """Copy what this rank writes; of the rest keep dtype and shape."""
+    def _staged(self, shard: TensorShard, *, is_copy: bool = False) -> TensorShard:
+        """Return a copy of what this rank writes; of the rest, dtype and shape alone."""
         if not shard.write:
             return _holding(shard, torch.empty_like(shard.view, device="meta"))
         return shard if is_copy else _holding(shard, self._copies.now(shard.view))
@@ -122,7 +122,7 @@ def _can_wait(shard: TensorShard) -> bool:
 
 
 def _versions(shard: TensorShard) -> tuple[int | None, int | None]:
-    """Count changes of the user's tensor and of the memory behind it: a distributed tensor's part counts for itself."""
+    """Count changes of the user's tensor and of its memory: a distributed tensor's local tensor counts for itself."""
     return None if shard.stepped is None else version_of(shard.stepped), version_of(shard.view)
 
 

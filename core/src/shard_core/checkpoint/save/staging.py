@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, made while training goes on."""
+"""Staging: copies of tensors in host memory, made while training goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Staging:
     """Copies what may change soon at once, and the rest when training has gone on.
 
     On CUDA all copies go to pinned memory: those made at once in the order of training's own work, the others on a
-    stream beside it, from the moment this was made.
+    stream of their own, from the moment this was created.
 
     Example:
         >>> weight = torch.ones(2)
@@ -23,7 +23,7 @@ class Staging:
     def __init__(self) -> None:
         cuda = torch.cuda.is_initialized()
         self._begun = torch.cuda.current_stream().record_event() if cuda else None
-        self._beside: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._last: torch.cuda.Event | None = None
 
     def now(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -37,19 +37,19 @@ class Staging:
         """Copy a tensor that is still as it was when this was made; the copy may be read after ``finish``."""
         if not tensor.is_cuda:
             return _copied(tensor)
-        if self._beside is None:
-            self._beside = torch.cuda.Stream(tensor.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
             if self._begun is not None:
-                self._beside.wait_event(self._begun)
-        with torch.cuda.stream(self._beside):
+                self._stream.wait_event(self._begun)
+        with torch.cuda.stream(self._stream):
             return _copied(tensor)
 
     def finish(self) -> None:
         """Wait for all copies."""
         if self._last is not None:
             self._last.synchronize()
-        if self._beside is not None:
-            self._beside.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 @torch.no_grad()

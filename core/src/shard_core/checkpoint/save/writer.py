@@ -1,4 +1,4 @@
-"""One rank's part of a save: its tensors into files, and what it wrote into a part record."""
+"""What each rank writes in a save: its tensors into files, and a rank index of them; rank 0 gathers the indexes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, JSON], list[TensorShard]]:
-    """RankIndex the user's values into JSON and tensors.
+    """Split the user's values into JSON and tensors.
 
     Args:
         values: By the user's names.
@@ -65,16 +65,16 @@ def value_shards(values: Mapping[str, Any], *, write: bool) -> tuple[dict[str, J
 
 
 def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard], finishing: Tasks) -> str:
-    """Write what this rank owns, and leave a part record.
+    """Write what this rank owns, and a rank index of it.
 
     Args:
         attempt: The save.
         rank: This rank.
-        shards: All boxes on this rank; those of others' are only named in the record.
-        finishing: What brings each file to where it outlasts a loss of power, while the next is being written.
+        shards: All boxes on this rank; those of others' are only named in the index.
+        finishing: The tasks that flush each file to the disk, while the next is being written.
 
     Returns:
-        The digest of the record.
+        The digest of the rank index.
 
     Raises:
         CheckpointError: If a tensor cannot be held by a file.
@@ -103,22 +103,22 @@ def write_rank(attempt: Attempt, rank: int, shards: Sequence[TensorShard], finis
             finishing.begin(writer.complete)
     index = index_of(tensors.values(), files, chunks)
     index.check_places()  # on every rank that of its own files, so that rank 0 need not look at the chunks of all
-    part = encode_rank_index(attempt.identity, index)
-    attempt.folder.write(attempt.rank_index_file(rank), part, durable=False)
-    return xxhash.xxh3_64_hexdigest(part)
+    encoded = encode_rank_index(attempt.identity, index)
+    attempt.folder.write(attempt.rank_index_file(rank), encoded, durable=False)
+    return xxhash.xxh3_64_hexdigest(encoded)
 
 
 def gather_rank_indexes(attempt: Attempt, digests: Sequence[str]) -> ChunkIndex:
-    """Join the parts of all ranks; rank 0 alone.
+    """Read and merge the indexes of all ranks; rank 0 alone.
 
     Args:
         attempt: The save.
         digests: What ``write_rank`` returned on each rank.
 
     Raises:
-        CheckpointError: If a part is not to be seen from here, or the boxes do not tile every tensor.
+        CheckpointError: If an index cannot be read here, or the boxes do not tile every tensor.
     """
-    index = merge_rank_indexes(_parts(attempt, digests))
+    index = merge_rank_indexes(_rank_indexes(attempt, digests))
     try:
         index.check_tiling()
     except CheckpointCorrupted as error:
@@ -130,7 +130,7 @@ def gather_rank_indexes(attempt: Attempt, digests: Sequence[str]) -> ChunkIndex:
 
 
 def check_lengths(attempt: Attempt, index: ChunkIndex) -> None:
-    """Make sure that what the ranks finished is there as a whole; rank 0 alone.
+    """Check that the files the ranks finished have their full lengths; rank 0 alone.
 
     Args:
         attempt: The save.
@@ -144,13 +144,13 @@ def check_lengths(attempt: Attempt, index: ChunkIndex) -> None:
             raise CheckpointError(f"{file.path!r} has {length} bytes where its rank wrote {file.bytes}.")
 
 
-def _parts(attempt: Attempt, digests: Sequence[str]) -> Iterator[RankIndex]:
+def _rank_indexes(attempt: Attempt, digests: Sequence[str]) -> Iterator[RankIndex]:
     raws = attempt.folder.read_each([attempt.rank_index_file(rank) for rank in range(attempt.world_size)])
     for rank, digest in enumerate(digests):
         try:
             raw = next(raws)
             if xxhash.xxh3_64_hexdigest(raw) != digest:
-                raise CheckpointCorrupted("its part record is another one.")
+                raise CheckpointCorrupted("its rank index is another one.")
         except CheckpointCorrupted as error:
             raise CheckpointError(
                 f"rank 0 does not see what rank {rank} wrote into {str(attempt.folder)!r}; the folder must be one that "
@@ -183,5 +183,5 @@ def write_full(attempt: Attempt, index: ChunkIndex) -> ChunkIndex:
 
 
 def _is_written(shard: TensorShard) -> bool:
-    """Tell whether this rank saves a box; one without elements only if the tensor has none."""
+    """Return whether this rank saves a box; one without elements only if the tensor has none."""
     return shard.write and (shard.view.numel() > 0 or 0 in shard.shape)

@@ -1,4 +1,4 @@
-"""What a user hands to ``save_checkpoint``, sorted by how it is kept."""
+"""The app state: what a user passes to ``save_checkpoint``, split by how it is saved."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that hands out its state and takes it back: a scheduler, a data loader, a user's own."""
+    """An object with a state dict: a scheduler, a data loader, a user's own."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take the state back."""
+        """Restore the state."""
 
 
 @runtime_checkable
 class KeptAsModule(Protocol):
-    """An object whose tensors are laid out and kept as a module's are: averages of weights, say."""
+    """An object whose tensors are laid out and saved as a module's are: averages of weights, say."""
 
     @property
     def kept_module(self) -> torch.nn.Module:
@@ -31,14 +31,14 @@ class KeptAsModule(Protocol):
 
 
 class AppState:
-    """A user's state dict taken apart.
+    """A user's state dict, split by how each object is saved.
 
     Args:
         state: Modules, optimizers, stateful objects and plain values by the user's keys.
 
     Example:
-        >>> contents = AppState({"model": torch.nn.Linear(1, 1), "step": 3})
-        >>> list(contents.modules), contents.values()
+        >>> state = AppState({"model": torch.nn.Linear(1, 1), "step": 3})
+        >>> list(state.modules), state.values()
         (['model'], {'step': 3})
     """
 
@@ -47,8 +47,8 @@ class AppState:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._stateful: dict[str, Stateful] = {}
         self._plain: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}
-        self._begun: list[str] = []
+        self._backups: dict[str, Any] = {}
+        self._restored: list[str] = []
         for key, value in state.items():
             if isinstance(value, torch.nn.Module):
                 self.modules[key] = value
@@ -62,19 +62,19 @@ class AppState:
                 self._plain[key] = value
 
     def values(self) -> dict[str, Any]:
-        """Return what is kept besides modules and optimizers: states and plain values."""
+        """Return what is saved besides modules and optimizers: states and plain values."""
         return {**{key: value.state_dict() for key, value in self._stateful.items()}, **self._plain}
 
     @property
-    def names_of_values(self) -> frozenset[str]:
-        """The user's keys of what is kept besides modules and optimizers."""
+    def value_names(self) -> frozenset[str]:
+        """The user's keys of what is saved besides modules and optimizers."""
         return frozenset((*self._stateful, *self._plain))
 
-    def remember(self) -> None:
-        """Copy the state of stateful objects, for ``put_back``; of one that cannot say, nothing."""
+    def back_up(self) -> None:
+        """Copy the state of stateful objects, for ``roll_back``; of one that raises, nothing."""
         for key, value in self._stateful.items():
-            with contextlib.suppress(Exception):  # a stranger's; whoever asks for more than a way back hears of it
-                self._before[key] = copy.deepcopy(value.state_dict())
+            with contextlib.suppress(Exception):  # the user's code; a save that needs the state raises
+                self._backups[key] = copy.deepcopy(value.state_dict())
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Restore the state of stateful objects.
@@ -84,16 +84,16 @@ class AppState:
         """
         for key, value in self._stateful.items():
             if key in values:
-                self._begun.append(key)
+                self._restored.append(key)
                 value.load_state_dict(values[key])
 
-    def put_back(self) -> None:
-        """Undo ``restore``, as far as the objects' state was copied and they take it back."""
-        for key in self._begun:
-            if key in self._before:
-                with contextlib.suppress(Exception):  # why they were not restored is what the user must hear
-                    self._stateful[key].load_state_dict(self._before[key])
-        self._begun.clear()
+    def roll_back(self) -> None:
+        """Undo ``restore``, as far as the objects' state could be copied and restored."""
+        for key in self._restored:
+            if key in self._backups:
+                with contextlib.suppress(Exception):  # the error that the user must see is the first
+                    self._stateful[key].load_state_dict(self._backups[key])
+        self._restored.clear()
 
     def replace(self, values: Mapping[str, Any], into: dict[str, Any] | None) -> dict[str, Any]:
         """Replace plain values in the user's dict.
@@ -108,4 +108,4 @@ class AppState:
         for key in self._plain:
             if key in values and into is not None:
                 into[key] = values[key]
-        return {key: value for key, value in values.items() if key not in self.names_of_values}
+        return {key: value for key, value in values.items() if key not in self.value_names}

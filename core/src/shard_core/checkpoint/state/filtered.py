@@ -1,4 +1,4 @@
-"""A state of which only some tensors are kept."""
+"""Training state filtered by keys: only some tensors are saved."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 class FilteredState(TrainingState):
     """Another state without the tensors a filter leaves out.
 
-    An optimizer forgets the parameters that lose any tensor of theirs, so that a load never takes half of
+    An optimizer loses the parameters that lose any tensor of theirs, so that a load never takes half of
     a parameter's state for all of it.
 
     Args:
         state: The whole state.
-        chosen: Tells by its key whether a tensor is kept; the same on every rank.
+        chosen: Returns whether a tensor is kept, by its key; the same on every rank.
     """
 
     def __init__(self, state: TrainingState, chosen: Callable[[str], bool]) -> None:
@@ -40,7 +40,7 @@ class FilteredState(TrainingState):
         return [shard for shard in self._state.shards() if self._chosen(shard.key)]
 
     def aliases(self) -> dict[str, str]:
-        """Give the further keys of the tied tensors that are kept."""
+        """Return the further keys of the tied tensors that are kept."""
         return {alias: key for alias, key in self._state.aliases().items() if self._chosen(key)}
 
     def optimizers(self) -> dict[str, OptimizerRecord]:
@@ -58,7 +58,7 @@ class FilteredState(TrainingState):
         return records
 
     def prepare_load(self, slots: Sequence[Slot]) -> None:
-        """Make room in the whole state."""
+        """Prepare the whole state."""
         self._state.prepare_load(slots)
 
     def check_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
@@ -66,5 +66,5 @@ class FilteredState(TrainingState):
         self._state.check_load(optimizers)
 
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
-        """Bring scalars and hyper-parameters back into the whole state."""
+        """Restore scalars and hyper-parameters of the whole state."""
         self._state.finish_load(optimizers)

@@ -1,4 +1,4 @@
-"""Whole tensors put together from the parts that ranks hold, a few at a time."""
+"""Gathering whole tensors from the shards that ranks hold, a few at a time."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def full_tensors(
     """Stream the whole tensors behind a state's shards; every rank iterates to the end.
 
     Args:
-        state: Which parts live on this rank.
-        coordinator: What ranks exchange parts through.
+        state: Which shards live on this rank.
+        coordinator: How ranks talk.
         prefix: Only keys that begin with this.
 
     Yields:
         The key and the whole tensor in host memory, on every rank, a tied tensor under each of its keys;
         memory is that of the largest tensor, or of some small ones.
     """
-    parts: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
+    local: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
     layouts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for shard in state.shards():
         if shard.key.startswith(prefix):
             layouts[shard.key] = tuple(shard.shape), shard.view.dtype
             if shard.write and shard.view.numel():
-                parts.setdefault(shard.key, []).append((tuple(shard.offsets), shard.view))
+                local.setdefault(shard.key, []).append((tuple(shard.offsets), shard.view))
     known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for theirs in coordinator.gather_objects(layouts):
         known.update({key: layout for key, layout in theirs.items() if key not in known})
@@ -48,18 +48,18 @@ def full_tensors(
     lengths = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in known.items()}
     for keys in batched(known, lengths.__getitem__, _BYTES_AT_ONCE):
         # Copied: a view that is sent takes with it all it is a view of.
-        mine = {key: [(at, view.detach().to("cpu", copy=True)) for at, view in parts.get(key, ())] for key in keys}
+        mine = {key: [(at, view.detach().to("cpu", copy=True)) for at, view in local.get(key, ())] for key in keys}
         gathered = coordinator.gather_objects(mine)
         for key in keys:
-            whole = _joined(*known[key], [part for theirs in gathered for part in theirs[key]])
+            whole = _joined(*known[key], [piece for theirs in gathered for piece in theirs[key]])
             for name in (key, *tied.get(key, ())):
                 yield name, whole
 
 
 def _joined(
-    shape: tuple[int, ...], dtype: torch.dtype, parts: list[tuple[tuple[int, ...], torch.Tensor]]
+    shape: tuple[int, ...], dtype: torch.dtype, pieces: list[tuple[tuple[int, ...], torch.Tensor]]
 ) -> torch.Tensor:
     whole = torch.empty(shape, dtype=dtype)
-    for offsets, part in parts:
-        whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
+    for offsets, piece in pieces:
+        whole[tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))] = piece
     return whole

@@ -1,4 +1,4 @@
-"""Training state of modules whose tensors are known by name: all of it but the boxes."""
+"""Training state of modules whose tensors are known by name: all of it but the shards, which subclasses list."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class HeldSlot(NamedTuple):
 
 
 class NamedState(TrainingState):
-    """Keeps names, ties and optimizers in order; where the tensors stand, a subclass tells by ``shards``.
+    """Training state of named tensors; a subclass lists the ``shards``.
 
     Args:
         modules: The modules' tensors by the user's names for the modules.
         optimizers: Optimizers over their parameters, by the user's names.
-        zeros_like: Makes optimizer state of a parameter's layout, from it and a dtype; None for what torch makes.
+        zeros_like: Creates optimizer state of a parameter's layout, from it and a dtype; None for torch's.
 
     Attributes:
         keys: How tensors are called in a checkpoint.
@@ -74,7 +74,7 @@ class NamedState(TrainingState):
                 yield HeldSlot(key, optimizer.module, name, slot, tensor)
 
     def aliases(self) -> dict[str, str]:
-        """Give the further keys of tied parameters and buffers."""
+        """Return the further keys of tied parameters and buffers."""
         return {
             self.keys.parameter(module, alias): self.keys.parameter(module, name)
             for module, tensors in self._named.items()
@@ -86,18 +86,18 @@ class NamedState(TrainingState):
         return {key: optimizer.record() for key, optimizer in self._optimizers.items()}
 
     def prepare_load(self, slots: Sequence[Slot]) -> None:
-        """Make room for lazily made optimizer state."""
+        """Create state that the optimizers have not created yet."""
         self._held = {(slot.module, slot.name, slot.slot) for slot in slots}
         for optimizer in self._optimizers.values():
-            optimizer.make_room(slots)
+            optimizer.create_slots(slots)
 
     def check_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
-        """Prove that scalars and hyper-parameters can be brought back."""
+        """Check that scalars and hyper-parameters can be restored."""
         for optimizer in self._optimizers.values():
             optimizer.check([record for record in optimizers if record.module == optimizer.module])
 
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
-        """Bring scalars and hyper-parameters back."""
+        """Restore scalars and hyper-parameters."""
         for optimizer in self._optimizers.values():
             records = [record for record in optimizers if record.module == optimizer.module]
             held = {(name, slot) for module, name, slot in self._held if module == optimizer.module}

@@ -23,10 +23,10 @@ class NamedTensors(Protocol):
         """The further names of tied tensors, and the first."""
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Give the name of this very tensor, or None if the module does not have it."""
+        """Return the name of this very tensor, or None if the module does not have it."""
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Give the shape of the whole tensor of a name."""
+        """Return the shape of the whole tensor of a name."""
 
 
 class ModuleTensors:
@@ -35,7 +35,7 @@ class ModuleTensors:
     Args:
         owner: The user's name for the module, for messages.
         module: Any module; wrappers inside it leave no trace in the names.
-        flat_part: Tells which run of a tensor's elements this rank holds, where an engine keeps it flat.
+        flat_part: Returns which range of a tensor's elements this rank holds, where an engine keeps it flat.
 
     Attributes:
         tensors: Each tensor under the first of its names.
@@ -49,8 +49,8 @@ class ModuleTensors:
     def __init__(
         self, owner: str, module: nn.Module, flat_part: Callable[[torch.Tensor], FlatPart | None] | None = None
     ) -> None:
-        # Besides telling which buffers are persistent, this brings sharded parameters back that an engine
-        # has put full ones in place of since the last forward.
+        # Besides showing which buffers are persistent, this makes an engine put its sharded parameters back where
+        # full ones stand since the last forward.
         state = module.state_dict(keep_vars=True)
         extra = [name for name in state if name.endswith("_extra_state")]
         if extra:
@@ -73,11 +73,11 @@ class ModuleTensors:
                 self._names[id(part.values)] = name
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Give the name of this very tensor, or of what is held of one; None if the module does not have it."""
+        """Return the name of this very tensor, or of what is held of one; None if the module does not have it."""
         return self._names.get(id(tensor))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Give the full shape of a tensor."""
+        """Return the full shape of a tensor."""
         return self.parts[name].shape if name in self.parts else tuple(self.tensors[name].shape)
 
     def _add(self, owner: str, name: str, tensor: torch.Tensor) -> None:

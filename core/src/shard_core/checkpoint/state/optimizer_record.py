@@ -12,7 +12,7 @@ from shard_core.errors import CheckpointCorrupted
 if TYPE_CHECKING:
     from shard_core.checkpoint.format.json_fields import Fields
 
-#: How an optimizer computes, not what: written down, never restored.
+#: How an optimizer computes, not what: saved, never restored.
 KERNEL_CHOICES = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
@@ -62,7 +62,7 @@ class OptimizerRecord:
 
     @classmethod
     def from_json(cls, fields: Fields) -> OptimizerRecord:
-        """Take back what ``to_json`` returned.
+        """Decode what ``to_json`` returned.
 
         Raises:
             CheckpointCorrupted: If it returns no such thing.

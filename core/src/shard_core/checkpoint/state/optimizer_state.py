@@ -1,4 +1,4 @@
-"""The state of one torch optimizer by parameter name: told to a checkpoint, and taken back from it."""
+"""The state of one torch optimizer by parameter name: read for a save, and restored by a load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OptimizerTensors:
         owner: The user's name for the optimizer, for messages.
         optimizer: Any torch optimizer whose state hangs on its parameters.
         modules: The modules whose parameters it may step, by the user's names for them.
-        zeros_like: Makes state of a parameter's layout, from it and a dtype.
+        zeros_like: Creates state of a parameter's layout, from it and a dtype.
 
     Raises:
         CheckpointError: If it steps parameters of none of the modules, or of several.
@@ -63,7 +63,7 @@ class OptimizerTensors:
                 self._shapes[name] = named.shape_of(name)
                 names.append(name)
             self._groups.append(names)
-        self._made: dict[tuple[str, str], torch.Tensor] = {}
+        self._created: dict[tuple[str, str], torch.Tensor] = {}
 
     @property
     def names(self) -> set[str]:
@@ -71,15 +71,15 @@ class OptimizerTensors:
         return set(self._parameters)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Give (parameter's name, slot, tensor) for all state that is stored as tensors.
+        """Yield (parameter's name, slot, tensor) for all state that is stored as tensors.
 
         Raises:
-            CheckpointError: If a rank's own tensor may be a part of the state or a copy of it.
+            CheckpointError: If a rank's own tensor may be a shard of the state or a copy of it.
         """
         for name, parameter in self._parameters.items():
             slots = self._optimizer.state.get(parameter, {})
             tensors = {slot: value for slot, value in slots.items() if self._is_stored(name, slot, value)}
-            tensors |= {slot: value for (owner, slot), value in self._made.items() if owner == name}
+            tensors |= {slot: value for (owner, slot), value in self._created.items() if owner == name}
             for slot in sorted(tensors):
                 self._refuse_unknown_layout(name, slot, tensors[slot])
                 yield name, slot, tensors[slot]
@@ -108,9 +108,9 @@ class OptimizerTensors:
             scalars=scalars,
         )
 
-    def make_room(self, slots: Sequence[Slot]) -> None:
-        """Make tensors for state that the optimizer has not made; it gets them in ``restore``."""
-        self._made.clear()  # a load may begin anew, with another checkpoint in the same place
+    def create_slots(self, slots: Sequence[Slot]) -> None:
+        """Create tensors for state that the optimizer has not created; it gets them in ``restore``."""
+        self._created.clear()  # a load may begin anew, with another checkpoint in the same place
         for slot in slots:
             parameter = self._parameters.get(slot.name)
             if parameter is None or slot.module != self.module or slot.parameter_shape != self._shapes[slot.name]:
@@ -119,18 +119,18 @@ class OptimizerTensors:
             if self._is_stored(slot.name, slot.slot, there):
                 continue
             if slot.shape == slot.parameter_shape:
-                self._made[slot.name, slot.slot] = self._zeros_like(parameter, slot.dtype)
+                self._created[slot.name, slot.slot] = self._zeros_like(parameter, slot.dtype)
             elif isinstance(parameter, DTensor):
-                self._made[slot.name, slot.slot] = _zeros_beside(parameter, slot)
+                self._created[slot.name, slot.slot] = _zeros_beside(parameter, slot)
             elif slot.parameter_shape == tuple(parameter.shape):
-                self._made[slot.name, slot.slot] = torch.zeros(slot.shape, dtype=slot.dtype, device=parameter.device)
+                self._created[slot.name, slot.slot] = torch.zeros(slot.shape, dtype=slot.dtype, device=parameter.device)
 
     @torch.no_grad()
     def check(self, records: Sequence[OptimizerRecord]) -> None:
-        """Prove that ``restore`` can do with what a checkpoint says, on copies of what it would change.
+        """Check that ``restore`` accepts what a checkpoint holds, on copies of what it would change.
 
         Raises:
-            CheckpointCorrupted: Naming the first value that cannot be brought back.
+            CheckpointCorrupted: Naming the first value that cannot be restored.
         """
         for name, parameter, scalars in self._scalars(records):
             before = self._optimizer.state.get(parameter, {})
@@ -144,10 +144,10 @@ class OptimizerTensors:
 
     @torch.no_grad()
     def restore(self, records: Sequence[OptimizerRecord], held: set[tuple[str, str]]) -> None:
-        """Bring everything back but the elements of tensors.
+        """Restore everything but the elements of tensors.
 
         Args:
-            records: What the checkpoint says of this module's optimizers.
+            records: The checkpoint's records of this module's optimizers.
             held: The (parameter's name, slot) of the tensors it holds; others are dropped.
         """
         for name, parameter, scalars in self._scalars(records):
@@ -186,7 +186,7 @@ class OptimizerTensors:
         before = self._optimizer.state.get(parameter, {})
         after = {slot: self._scalar(value, before.get(slot), parameter) for slot, value in scalars.items()}
         after |= {slot: value for slot, value in before.items() if (name, slot) in held and slot not in scalars}
-        after |= {slot: tensor for (owner, slot), tensor in self._made.items() if owner == name}
+        after |= {slot: tensor for (owner, slot), tensor in self._created.items() if owner == name}
         self._optimizer.state.pop(parameter, None)
         if after:
             self._optimizer.state[parameter] = after
@@ -203,7 +203,7 @@ class OptimizerTensors:
         return value.to(parameter.device) if beside else value.clone()
 
     def _is_stored(self, name: str, slot: str, value: Any) -> bool:
-        """Tell tensors from scalars by their full shapes alone, so that every layout comes to the same answer."""
+        """Return whether state is stored as a tensor, by full shapes alone: every layout comes to the same answer."""
         return isinstance(value, torch.Tensor) and (value.dim() > 0 or (not self._shapes[name] and slot != "step"))
 
     def _refuse_unknown_layout(self, name: str, slot: str, value: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ class OptimizerTensors:
 
 
 def _zeros_beside(parameter: DTensor, slot: Slot) -> DTensor:
-    """Make state of another shape than its parameter: cut where it is as long as the parameter, else in copies."""
+    """Create state of another shape than its parameter: sharded where it is as long as that, else replicated."""
 
     def follows(placement: Placement) -> bool:
         if type(placement) is not Shard or len(slot.shape) != parameter.dim():
@@ -245,7 +245,7 @@ def _copy(value: Any) -> Any:
 
 
 def _in_place_of(before: Any, value: Any) -> Any:
-    """Give a hyper-parameter the value of a checkpoint and the kind it had: tensors stay the same tensors."""
+    """Return a checkpoint's value as the kind a hyper-parameter had: tensors stay the same tensors."""
     if isinstance(before, torch.Tensor):
         return before.fill_(value.item() if isinstance(value, torch.Tensor) else value)  # which refuses what overflows
     if isinstance(value, torch.Tensor) and isinstance(before, int | float):

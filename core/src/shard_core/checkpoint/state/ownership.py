@@ -1,4 +1,4 @@
-"""Where a tensor's local part stands in the full tensor, and which rank saves which copy of it."""
+"""Ownership: which box of a full tensor a rank holds, and which rank saves which copy of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def local_box(tensor: DTensor, key: str) -> Box:
-    """Find out which box of a distributed tensor this rank holds.
+    """Return which box of a distributed tensor this rank holds.
 
     Args:
         tensor: Any distributed tensor.
@@ -33,9 +33,8 @@ def local_box(tensor: DTensor, key: str) -> Box:
     if coordinate is None:
         raise CheckpointError(f"{key!r} lives on other ranks than this one; every rank must hold a part or a copy.")
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    for axis, dim in _cuts(tensor.placements, key):
-        parts = tensor.device_mesh.size(axis)
-        size = -(-sizes[dim] // parts)
+    for axis, dim in _sharded_dims(tensor.placements, key):
+        size = -(-sizes[dim] // tensor.device_mesh.size(axis))
         start = min(size * coordinate[axis], sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(size, sizes[dim] - start)
@@ -51,8 +50,8 @@ def local_box(tensor: DTensor, key: str) -> Box:
     return box
 
 
-def _cuts(placements: tuple[Placement, ...], key: str) -> Iterator[tuple[int, int]]:
-    """List (mesh axis, tensor dim) in the order in which the dim was cut."""
+def _sharded_dims(placements: tuple[Placement, ...], key: str) -> Iterator[tuple[int, int]]:
+    """Yield (mesh axis, tensor dim) in the order in which the dim was split."""
     late = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
@@ -60,8 +59,8 @@ def _cuts(placements: tuple[Placement, ...], key: str) -> Iterator[tuple[int, in
         dim = getattr(placement, "dim", None)
         if dim is None:
             raise CheckpointError(f"{key!r} is laid out as {placement}, which is a pending sum, not a value.")
-        # FSDP over tensor parallelism cuts a dim along the later axis first. Its placement has no public
-        # class; what tells it from Shard is the count of the cuts made before it.
+        # FSDP over tensor parallelism splits a dim along the later axis first. Its placement has no public
+        # class; it differs from Shard by its count of the splits made before it.
         if isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
             yield axis, dim
         elif hasattr(placement, "split_factor"):
@@ -73,7 +72,7 @@ def _cuts(placements: tuple[Placement, ...], key: str) -> Iterator[tuple[int, in
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """The equal copies of a tensor's part, one per place along some axes of the whole mesh.
+    """The equal copies of a tensor's local shard, one per place along some axes of the whole mesh.
 
     Attributes:
         axes: Those axes; the world as one axis is ``None``.
@@ -103,13 +102,13 @@ class Ownership:
         self._world_size = world_size
         self._mesh = mesh
         self._loads: dict[Any, list[int]] = {}
-        # Found out once for all tensors laid out alike: it takes longer than all else about a tensor.
+        # Computed once for all tensors laid out alike: it takes longer than all else about a tensor.
         self._layouts: dict[tuple[Any, ...], tuple[Box, Copies]] = {}
         self._fixed_axes: dict[DeviceMesh, list[int]] = {}
 
-    @torch.no_grad()  # the part of a distributed tensor that wants a gradient is otherwise made by autograd
+    @torch.no_grad()  # the local tensor of a DTensor that requires a gradient is otherwise made by autograd
     def shard(self, key: str, tensor: torch.Tensor, *, stepped: bool = False) -> TensorShard:
-        """Describe this rank's part of a tensor.
+        """Describe this rank's shard of a tensor.
 
         Args:
             key: The tensor's name. Every rank asks for the same tensors in the same order.
@@ -126,8 +125,8 @@ class Ownership:
         else:
             box, local = Box.whole(tensor.shape), tensor.detach()
             copies = Copies(axes=None, sizes=(self._world_size,), place=self._rank)
-        parts = self._world_size // math.prod(copies.sizes)
-        owner = self._owner(copies, tensor.numel() * tensor.element_size() // parts, in_turn=stepped)
+        shards = self._world_size // math.prod(copies.sizes)
+        owner = self._owner(copies, tensor.numel() * tensor.element_size() // shards, in_turn=stepped)
         return TensorShard(
             key=key,
             shape=tuple(tensor.shape),
@@ -138,14 +137,14 @@ class Ownership:
         )
 
     def _owner(self, copies: Copies, size: int, *, in_turn: bool) -> int:
-        # Loads are counted per kind of layout: only ranks that hold copies of one part need to agree.
+        # Loads are counted per kind of layout: only ranks that hold copies of one shard need to agree.
         loads = self._loads.setdefault((copies.axes, copies.sizes), [0] * math.prod(copies.sizes))
         owner = loads.index(min(loads)) if in_turn else 0
         loads[owner] += size
         return owner
 
     def _layout(self, key: str, tensor: DTensor, local: tuple[int, ...]) -> tuple[Box, Copies]:
-        # Some torch versions hold a placement equal to one of another class that cuts otherwise.
+        # Some torch versions hold a placement equal to one of another class that splits otherwise.
         placements = tuple((type(placement), placement) for placement in tensor.placements)
         kind = tensor.device_mesh, placements, tensor.shape, local
         if kind not in self._layouts:
@@ -174,21 +173,21 @@ class Ownership:
         return Copies(axes=axes, sizes=tuple(sizes), place=place)
 
 
-def _fixed_axes(mesh: DeviceMesh, part: DeviceMesh) -> list[int]:
-    """List the axes of the whole mesh along which a part of it does not extend."""
-    inside = torch.isin(mesh.mesh, part.mesh).nonzero()
+def _fixed_axes(mesh: DeviceMesh, submesh: DeviceMesh) -> list[int]:
+    """List the axes of the whole mesh along which a submesh does not extend."""
+    inside = torch.isin(mesh.mesh, submesh.mesh).nonzero()
     return [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and len(inside[:, axis].unique()) == 1]
 
 
 def check_values(key: str, tensor: torch.Tensor) -> None:
-    """Make sure that a tensor's elements can be written down.
+    """Check that a tensor's elements can be saved.
 
     Args:
         key: What to call it.
         tensor: The tensor.
 
     Raises:
-        CheckpointError: If it has none, or not one beside the other.
+        CheckpointError: If it has none, or is not dense.
     """
     if tensor.is_meta:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""One piece of one tensor, as it lives on a rank."""
+"""The shards of tensors that live on a rank: boxes, and flat ranges described as boxes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TensorShard:
         offsets: Where the box begins.
         view: The box's elements: read on save, filled in place on load.
         write: Whether this rank saves the box; of several ranks that hold a copy, one does.
-        stepped: The tensor that the view is of, if nothing but an optimizer's step changes it: a save behind training
-            may then copy it later. None for what may change at any time.
+        stepped: The tensor that the view is of, if nothing but an optimizer's step changes it: an async save may then
+            copy it later. None for what may change at any time.
     """
 
     key: str
@@ -35,12 +35,12 @@ class TensorShard:
 
     @property
     def box(self) -> Box:
-        """Which part of the full tensor it is."""
+        """Which box of the full tensor it is."""
         return Box(self.offsets, tuple(self.view.shape))
 
     @property
     def label(self) -> str:
-        """The key of a whole tensor; of a part, the key and its extent."""
+        """The key of a whole tensor; of a box, the key and its extent."""
         box = self.box
         if box == Box.whole(self.shape):
             return self.key
@@ -50,7 +50,7 @@ class TensorShard:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FlatPart:
-    """What of one parameter lives on this rank where an engine keeps parameters flat and cuts them anywhere.
+    """What of one parameter lives on this rank where an engine shards parameters flat, anywhere.
 
     Attributes:
         shape: The full parameter's shape.

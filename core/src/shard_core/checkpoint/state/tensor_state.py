@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TensorState(NamedState):
-    """The state of modules whose parameters are plain tensors, DTensors or cut into flat parts.
+    """The state of modules whose parameters are plain tensors, DTensors or flat parts.
 
     A plain tensor is taken for a copy of what every other rank holds. Of a parameter with a flat part, the part is
     saved and filled in its stead, and so is the state of the optimizer that steps the part.
@@ -29,7 +29,7 @@ class TensorState(NamedState):
         rank: This rank.
         world_size: How many there are.
         mesh: The mesh of all ranks, needed where some tensors live on a part of it.
-        flat_part: Tells what this rank holds of a parameter that is cut flat over all ranks; None for others.
+        flat_part: Returns what this rank holds of a parameter that is sharded flat over all ranks; None for others.
 
     Raises:
         CheckpointError: If names clash, or an optimizer steps what no module here has.
@@ -57,7 +57,7 @@ class TensorState(NamedState):
         super().__init__(self._tensors, optimizers)
 
     def shards(self) -> list[TensorShard]:
-        """List this rank's part of every tensor, copies of replicas included."""
+        """List this rank's shard of every tensor, copies of replicas included."""
         ownership = Ownership(self._rank, self._world_size, self._mesh)
         shards = []
         for module, tensors in self._tensors.items():

@@ -1,4 +1,4 @@
-"""What a backend tells of its live state: which boxes of which full tensors stand on this rank."""
+"""The interface of live state: which boxes of which full tensors stand on this rank, and what they are called."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TrainingState(abc.ABC):
     filled, and ``finish_load`` comes last. An object serves one save or one load.
     """
 
-    #: Whether the shards' views are copies that training never touches, so that a save behind it needs no others.
+    #: Whether the shards' views are copies that training never touches, so that an async save needs no others.
     holds_copies: bool = False
 
     @property
@@ -60,29 +60,29 @@ class TrainingState(abc.ABC):
     def shards(self) -> list[TensorShard]:
         """List the boxes on this rank: parameters, persistent buffers, optimizer state.
 
-        Every rank lists every full tensor, with an empty view where it holds no part: what one rank does
+        Every rank lists every full tensor, with an empty view where it holds nothing: what one rank does
         not list counts as missing.
         """
 
     @abc.abstractmethod
     def aliases(self) -> dict[str, str]:
-        """Give the further keys of tied tensors, and the keys their shards have."""
+        """Return the further keys of tied tensors, and the keys their shards have."""
 
     @abc.abstractmethod
     def optimizers(self) -> dict[str, OptimizerRecord]:
-        """Describe the optimizers by the user's names for them; every rank gives the same answer."""
+        """Describe the optimizers by the user's names for them; every rank returns the same."""
 
     @abc.abstractmethod
     def prepare_load(self, slots: Sequence[Slot]) -> None:
-        """Make room for optimizer state that was not made yet, without touching the optimizers.
+        """Create optimizer state that was not created yet, without touching the optimizers.
 
         Args:
             slots: All the state the checkpoint holds for these modules. What no optimizer here
-                could take is left out silently; the comparison names it.
+                could take is left out silently; the load names it.
         """
 
-    def check_load(self, optimizers: Sequence[OptimizerRecord]) -> None:  # noqa: B027 - there may be nothing to prove
-        """Prove, before any tensor is filled, that ``finish_load`` can do with what it will be given.
+    def check_load(self, optimizers: Sequence[OptimizerRecord]) -> None:  # noqa: B027 - there may be nothing to check
+        """Check, before any tensor is filled, that ``finish_load`` accepts what it will be given.
 
         Args:
             optimizers: As in ``finish_load``.
@@ -93,12 +93,12 @@ class TrainingState(abc.ABC):
 
     @abc.abstractmethod
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
-        """Bring scalars and hyper-parameters back, and push copies to where the engine keeps them.
+        """Restore scalars and hyper-parameters, and push copies to where the engine keeps them.
 
         A parameter named by a record has afterwards exactly the state the checkpoint holds for it.
 
         Args:
-            optimizers: What the checkpoint says of the optimizers of these modules, with the names the
+            optimizers: The checkpoint's records of the optimizers of these modules, with the names the
                 modules and parameters have here.
         """
 
@@ -112,7 +112,7 @@ class KeySpace:
         modules: The user's names for the modules of one checkpoint.
 
     Raises:
-        CheckpointError: If names of several modules have dots, so that keys could not be told apart.
+        CheckpointError: If names of several modules have dots, so that keys would be ambiguous.
 
     Example:
         >>> KeySpace(["model"]).parameter("model", "head.weight")
@@ -129,9 +129,9 @@ class KeySpace:
         self.prefixes: Mapping[str, str] = {module: f"{module}." if several else "" for module in modules}
 
     def parameter(self, module: str, name: str) -> str:
-        """Name a parameter or a buffer."""
+        """Return the key of a parameter or a buffer."""
         return model_key(self.prefixes[module] + name)
 
     def slot(self, module: str, name: str, slot: str) -> str:
-        """Name a tensor of optimizer state."""
+        """Return the key of a tensor of optimizer state."""
         return slot_key(self.prefixes[module] + name, slot)

@@ -1,4 +1,4 @@
-"""Dividing what is to be moved into batched that memory has room for."""
+"""Splitting what is to be moved into batches that memory has room for."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ T = TypeVar("T")
 
 
 def batched(items: Iterable[T], length: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Part items into lists that are not longer than asked for together; an item that alone is longer stands alone.
+    """Yield items in lists of limited length; an item that is longer is in a list of its own.
 
     Args:
         items: What is to be moved, in order.
-        length: Tells how long one of them is.
-        most: How long those of one list may be together.
+        length: Returns how long one of them is.
+        most: How long those of one list may be in sum.
 
     Example:
         >>> list(batched(["ab", "c", "defg", "h"], len, 3))
         [['ab', 'c'], ['defg'], ['h']]
     """
-    portion: list[T] = []
+    batch: list[T] = []
     room = most
     for item in items:
-        if portion and length(item) > room:
-            yield portion
-            portion, room = [], most
-        portion.append(item)
+        if batch and length(item) > room:
+            yield batch
+            batch, room = [], most
+        batch.append(item)
         room -= length(item)
-    if portion:
-        yield portion
+    if batch:
+        yield batch

@@ -1,4 +1,4 @@
-"""Bytes of a store's objects on a local disk, for as long as they are looked at."""
+"""A cache of a store's objects on a local disk, for as long as they are read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _REQUEST_BYTES = 1 << 23
 
 
 class CachedReads(FileReads):
-    """Anonymous local files, as long as the objects, with holes where nothing was brought.
+    """Anonymous local files, as long as the objects, with holes where nothing was fetched.
 
-    Neither memory nor disk holds more than was brought and not yet let go, and a process that dies leaves nothing.
+    Neither memory nor disk holds more than was fetched and not yet released, and a process that dies leaves nothing.
 
     Args:
         folder: Where the objects are.
@@ -35,8 +35,8 @@ class CachedReads(FileReads):
         self._here: set[FileRange] = set()
         self._checked: set[int] = set()
 
-    def bring(self, ranges: Iterable[FileRange]) -> None:
-        """Fetch bytes from the store, those that adjoin together."""
+    def fetch(self, ranges: Iterable[FileRange]) -> None:
+        """Fetch bytes from the store, those that adjoin in one request."""
         lacking = set(ranges) - self._here
         requests = list(_requests(lacking))
         unchecked = sorted({each.file for each in requests} - self._checked)
@@ -47,11 +47,11 @@ class CachedReads(FileReads):
             self._copy(each.file).put(each.start, data)
         self._here |= lacking
 
-    def keep(self, brought: Mapping[FileRange, bytes]) -> None:
-        """Take what another rank has fetched."""
-        for each, data in brought.items():
+    def put(self, fetched: Mapping[FileRange, bytes]) -> None:
+        """Write what another rank has fetched."""
+        for each, data in fetched.items():
             self._copy(each.file).put(each.start, data)
-        self._here.update(brought)
+        self._here.update(fetched)
 
     def file(self, number: int) -> OpenedFile:
         """Open what was fetched of one object."""
@@ -93,7 +93,7 @@ class _Copy(OpenedFile):
 
 
 def _requests(ranges: Iterable[FileRange]) -> Iterator[FileRange]:
-    """Join ranges that adjoin, and cut what is long.
+    """Join ranges that adjoin, and split what is long.
 
     Example:
         >>> list(_requests([FileRange(0, 8, 9), FileRange(0, 4, 8), FileRange(1, 0, 5)]))

@@ -1,4 +1,4 @@
-"""What a checkpoint asks of the place it is kept in: a folder of files with plain names."""
+"""The interface of storage: folders of files with plain names, on a disk (``local``) or in a store (``remote``)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class FileRecord:
     digest: str
 
     def check_length(self, length: int) -> None:
-        """Compare with the length that is found.
+        """Check that it is as long as it was.
 
         Raises:
-            CheckpointCorrupted: If it is another.
+            CheckpointCorrupted: If it is not.
         """
         if length != self.bytes:
             raise CheckpointCorrupted(
@@ -55,7 +55,7 @@ class Listed:
 
 
 class NewFile(abc.ABC):
-    """A file that is being written, in one stream; leaving it unfinished throws it away as far as possible."""
+    """A file that is being written, in one stream; closing it unfinished discards it as far as possible."""
 
     def __enter__(self) -> Self:
         return self
@@ -69,14 +69,14 @@ class NewFile(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Bring it to where it outlasts a loss of power."""
+        """Write it so that it outlasts a loss of power."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of it, finished or not."""
+        """Close it, finished or not."""
 
     def complete(self) -> None:
-        """Finish it and let go of it; a task for a thread of its own."""
+        """Finish and close it; a task for a background thread."""
         with self:
             self.finish()
 
@@ -99,18 +99,18 @@ class StoredFile(abc.ABC):
         for start, stop in ranges:
             yield self.read(start, stop)
 
-    def close(self) -> None:  # noqa: B027 - there may be nothing to let go of
-        """Let go of it."""
+    def close(self) -> None:  # noqa: B027 - there may be nothing to close
+        """Close it."""
 
 
 class Folder(abc.ABC):
-    """A folder of a store; ``str`` of it is what its user calls it.
+    """A folder on a disk or in a store; ``str`` of it is what its user calls it.
 
-    What a store refuses raises ``OSError``, or ``CheckpointCorrupted`` where a file is asked for that is not there
+    What the storage refuses raises ``OSError``, or ``CheckpointCorrupted`` where a file is asked for that is not there
     as it must be.
 
     Attributes:
-        far: Whether reading costs so much that one rank had better do it for several.
+        far: Whether reading costs so much that one rank should read and broadcast.
         path: What names it: a path, or a URL.
     """
 
@@ -134,19 +134,19 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def is_folder(self) -> bool:
-        """Tell whether it exists."""
+        """Return whether it exists."""
 
     @abc.abstractmethod
     def is_file(self) -> bool:
-        """Tell whether something that is no folder has its name."""
+        """Return whether something that is no folder has its name."""
 
     @abc.abstractmethod
     def is_link(self) -> bool:
-        """Tell whether it is only another name of a folder elsewhere."""
+        """Return whether it is only another name of a folder elsewhere."""
 
     @abc.abstractmethod
     def holds(self, name: str) -> bool:
-        """Tell whether something of this name is in it, whatever it is."""
+        """Return whether something of this name is in it, whatever it is."""
 
     @abc.abstractmethod
     def listing(self) -> list[Listed]:
@@ -158,11 +158,11 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Tell how long files are."""
+        """Return how long files are."""
 
     @abc.abstractmethod
     def touched(self, names: Iterable[str]) -> float:
-        """Tell when the last of some files was written, in seconds since 1970; 0 if none is left."""
+        """Return when the last of some files was written, in seconds since 1970; 0 if none is left."""
 
     # Reading.
 
@@ -208,11 +208,11 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def make(self) -> None:
-        """Make it and the folders it is in, where they do not exist."""
+        """Create it and the folders it is in, where they do not exist."""
 
     @abc.abstractmethod
     def create(self, name: str, size: int) -> NewFile:
-        """Begin a new file; one of this name goes, and is never written into.
+        """Create a new file; one of this name is replaced, never written into.
 
         Args:
             name: Its name.
@@ -221,7 +221,7 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def write(self, name: str, raw: bytes, *, durable: bool) -> None:
-        """Write a small file at once; one of this name goes.
+        """Write a small file at once; one of this name is replaced.
 
         Args:
             name: Its name.
@@ -238,7 +238,7 @@ class Folder(abc.ABC):
             raw: Its content.
 
         Returns:
-            Whether it was written: by one of several that try at once. A store that cannot tell writes nothing.
+            Whether it was written: by one of several that try at once. A store that cannot decide writes nothing.
         """
 
     @abc.abstractmethod
@@ -266,13 +266,13 @@ class Folder(abc.ABC):
                 takes requests with conditions none is carried out.
 
         Returns:
-            The step. If it fails with ``OSError``, nobody can tell for certain whether it was done; with any other
+            The step. If it fails with ``OSError``, it may have been done nevertheless; with any other
             error it was not.
         """
 
     @abc.abstractmethod
     def locked(self) -> AbstractContextManager[None]:
-        """Keep those out who take such steps, or lock it too; stores have no locks, and keep out nobody."""
+        """Lock it against others that commit or remove; stores have no locks, and keep out nobody."""
 
     @abc.abstractmethod
     def remove(self, names: Sequence[str]) -> None:
@@ -296,7 +296,7 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Let the names that are in it, and those that no longer are, outlast a loss of power."""
+        """Flush its names, so that what was added and what was removed outlasts a loss of power."""
 
 
 def check_read(folder: Folder, name: str, length: int, most: int) -> None:

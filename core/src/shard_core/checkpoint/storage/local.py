@@ -1,4 +1,4 @@
-"""Folders on a disk."""
+"""Folders on a disk: the other implementation is ``remote``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shard_core.errors import CheckpointCorrupted, CheckpointError
 if TYPE_CHECKING:
     from shard_core.checkpoint.storage.interface import FileRecord
 
-#: How much of a new file is kept back before it is sent to the disk.
+#: How much of a new file is buffered before it is sent to the disk.
 _FLUSHED_BYTES = 1 << 25
 
 
@@ -49,19 +49,19 @@ class LocalFolder(Folder):
         return LocalFolder(self.path.parent)
 
     def is_folder(self) -> bool:
-        """Tell whether it exists."""
+        """Return whether it exists."""
         return self.path.is_dir()
 
     def is_file(self) -> bool:
-        """Tell whether something that is no folder has its name."""
+        """Return whether something that is no folder has its name."""
         return self.path.exists() and not self.path.is_dir()
 
     def is_link(self) -> bool:
-        """Tell whether it is only another name of a folder elsewhere."""
+        """Return whether it is only another name of a folder elsewhere."""
         return self.path.is_symlink()
 
     def holds(self, name: str) -> bool:
-        """Tell whether something of this name is in it, whatever it is."""
+        """Return whether something of this name is in it, whatever it is."""
         return os.path.lexists(self.path / name)
 
     def listing(self) -> list[Listed]:
@@ -81,11 +81,11 @@ class LocalFolder(Folder):
         return [LocalFolder(path) for path in sorted(self.path.iterdir())] if self.path.is_dir() else []
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Tell how long files are."""
+        """Return how long files are."""
         return [(self.path / name).stat().st_size for name in names]
 
     def touched(self, names: Iterable[str]) -> float:
-        """Tell when the last of some files was written, in seconds since 1970; 0 if none is left."""
+        """Return when the last of some files was written, in seconds since 1970; 0 if none is left."""
         last = 0.0
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -121,7 +121,7 @@ class LocalFolder(Folder):
         return _LocalReads(self.path, records)
 
     def make(self) -> None:
-        """Make it and its parents, each of which must outlast a loss of power."""
+        """Create it and its parents, each of which must outlast a loss of power."""
         missing = [each for each in (self.path, *self.path.parents) if not each.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -138,11 +138,11 @@ class LocalFolder(Folder):
             raise
 
     def create(self, name: str, size: int) -> NewFile:  # noqa: ARG002 - a disk need not know beforehand
-        """Begin a new file; one of this name goes, and is never written into."""
+        """Create a new file; one of this name is replaced, never written into."""
         return _NewLocalFile(self.path / name)
 
     def write(self, name: str, raw: bytes, *, durable: bool) -> None:
-        """Write a small file at once; one of this name goes."""
+        """Write a small file at once; one of this name is replaced."""
         path = self.path / name
         path.unlink(missing_ok=True)
         with path.open("xb") as file:
@@ -180,7 +180,7 @@ class LocalFolder(Folder):
         return step
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep those out who take such steps, or lock it too."""
+        """Lock it against others that commit or remove."""
         return locked(self.path / LOCK_NAME)
 
     def remove(self, names: Sequence[str]) -> None:
@@ -200,7 +200,7 @@ class LocalFolder(Folder):
         self.path.rmdir()
 
     def sync(self) -> None:
-        """Bring its names to the disk."""
+        """Flush its names to the disk."""
         fsync_folder(self.path)
 
     def _rename(self, unfinished: str, name: str) -> None:
@@ -227,7 +227,7 @@ class _NewLocalFile(NewFile):
 
     def finish(self) -> None:
         self._flush()
-        self._flushes.wait()  # a disk tells of a failure once, and may have told it to one of these
+        self._flushes.wait()  # a disk reports a failure once, and may have reported it to one of these
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # finish() has raised it, or nobody wants the file
@@ -251,17 +251,17 @@ class _LocalFile(StoredFile):
 
 
 class _LocalReads(FileReads):
-    """The files themselves: nothing is brought."""
+    """The files themselves: nothing is fetched."""
 
     def __init__(self, folder: Path, records: Sequence[FileRecord]) -> None:
         self._folder = folder
         self._records = records
         self._files: dict[int, OpenedFile] = {}
 
-    def bring(self, ranges: Iterable[FileRange]) -> None:
+    def fetch(self, ranges: Iterable[FileRange]) -> None:
         pass
 
-    def keep(self, brought: Mapping[FileRange, bytes]) -> None:
+    def put(self, fetched: Mapping[FileRange, bytes]) -> None:
         pass
 
     def file(self, number: int) -> OpenedFile:
@@ -318,7 +318,7 @@ def open_recorded(folder: Path, record: FileRecord) -> int:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk."""
+    """Flush a folder's names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""One process at a time, on whatever host: a lock that the system lets go of when its holder dies."""
+"""A lock between processes, on whatever host, that the system releases when its holder dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EI
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep out all others that lock the same file; a file system that has no locks keeps out nobody.
+    """Lock a file, against all others that lock it; a file system that has no locks keeps out nobody.
 
     The file is there only while somebody holds the lock, or died holding it.
 

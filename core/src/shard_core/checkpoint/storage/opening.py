@@ -1,4 +1,4 @@
-"""From what a user calls a folder to the folder: a path on a disk, or a URL."""
+"""Opening a folder by what a user calls it: a path on a disk, or a URL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
 def check_path(path: object) -> None:
-    """Make sure that a path is one.
+    """Check that a path is one.
 
     Raises:
         InvalidOption: If it is empty, or of a type that names no folder; says what to give instead.
@@ -34,7 +34,7 @@ def check_path(path: object) -> None:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is a URL.
+    """Return whether a path is a URL.
 
     Example:
         >>> is_url("s3://bucket/run"), is_url("run/step-100")
@@ -44,7 +44,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def named(path: str | os.PathLike[str]) -> Path | str:
-    """Give a path as a path, and a URL as it is.
+    """Return a path as a path, and a URL as it is.
 
     Example:
         >>> named("memory://run")

@@ -1,4 +1,4 @@
-"""Files that a manifest names, read into memory that the caller has: a file that is cut short meanwhile is an error.
+"""Reading files that a manifest names into the caller's memory: a file that is cut short meanwhile is an error.
 
 They are not mapped: where a file ends before its map does, looking at the rest kills the process.
 """
@@ -62,10 +62,10 @@ class OpenedFile:
         return bytes(data)
 
     def check_unchanged(self) -> None:
-        """Make sure that nobody has written to it since it was opened.
+        """Check that it was not written to since it was opened.
 
         Raises:
-            CheckpointCorrupted: If somebody has, or has cut it short.
+            CheckpointCorrupted: If it was, or was cut short.
         """
         if self._look() != self._about:
             raise CheckpointCorrupted(f"{self._name!r} was written to, or cut short, while it was read.")
@@ -79,16 +79,16 @@ class FileReads(abc.ABC):
     """The files that a manifest names; each is opened when it is first needed."""
 
     @abc.abstractmethod
-    def bring(self, ranges: Iterable[FileRange]) -> None:
-        """Bring bytes to where they can be read; what was not brought may read as zeros.
+    def fetch(self, ranges: Iterable[FileRange]) -> None:
+        """Fetch bytes to where they can be read; what was not fetched may read as zeros.
 
         Raises:
             CheckpointCorrupted: If a file is not there, or not as long as it was when it was committed.
         """
 
     @abc.abstractmethod
-    def keep(self, brought: Mapping[FileRange, bytes]) -> None:
-        """Take what another rank has brought; it need not be brought again."""
+    def put(self, fetched: Mapping[FileRange, bytes]) -> None:
+        """Store what another rank has fetched; it need not be fetched again."""
 
     @abc.abstractmethod
     def file(self, number: int) -> OpenedFile:
@@ -100,12 +100,12 @@ class FileReads(abc.ABC):
 
     @abc.abstractmethod
     def check_unchanged(self) -> None:
-        """Make sure that nobody has written to what was opened.
+        """Check that nothing that was opened was written to.
 
         Raises:
-            CheckpointCorrupted: If somebody has.
+            CheckpointCorrupted: If something was.
         """
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Let go of what was brought, when nobody will look at it any more."""
+        """Release what was fetched, when it will not be read any more."""

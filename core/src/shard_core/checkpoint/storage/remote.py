@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class RemoteFolder(Folder):
     """A folder of an object store.
 
-    An object appears as a whole, when it was sent as a whole, and so does the manifest. What a client remembers of
-    a listing is forgotten before each look: other ranks write into the same folder.
+    An object appears as a whole, when it was sent as a whole, and so does the manifest. What a client caches of a
+    listing is invalidated before each look: other ranks write into the same folder.
 
     Attributes:
         path: Its URL.
@@ -56,21 +56,21 @@ class RemoteFolder(Folder):
         return RemoteFolder(self.path.rpartition("/")[0], self.filesystem, key)
 
     def is_folder(self) -> bool:
-        """Tell whether there is an object in it."""
+        """Return whether there is an object in it."""
         info = self._info(self.key)
         return info is not None and info["type"] == "directory"
 
     def is_file(self) -> bool:
-        """Tell whether an object has its name."""
+        """Return whether an object has its name."""
         info = self._info(self.key)
         return info is not None and info["type"] != "directory"
 
     def is_link(self) -> bool:
-        """Tell whether it is only another name of a folder elsewhere: stores have no links."""
+        """Return whether it is only another name of a folder elsewhere: stores have no links."""
         return False
 
     def holds(self, name: str) -> bool:
-        """Tell whether an object of this name is in it."""
+        """Return whether an object of this name is in it."""
         return self._info(self._key(name)) is not None
 
     def listing(self) -> list[Listed]:
@@ -86,13 +86,13 @@ class RemoteFolder(Folder):
         return [RemoteFolder(f"{self.path}/{name}", self.filesystem, self._key(name)) for name in names]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Tell how long objects are."""
-        self._forget()
+        """Return how long objects are."""
+        self._invalidate()
         with asking(self.path):
             return list(self.filesystem.sizes([self._key(name) for name in names]))
 
     def touched(self, names: Iterable[str]) -> float:
-        """Tell when the last of some objects was written, in seconds since 1970; 0 if none is left."""
+        """Return when the last of some objects was written, in seconds since 1970; 0 if none is left."""
         last = 0.0
         with asking(self.path):
             for name in names:
@@ -112,7 +112,7 @@ class RemoteFolder(Folder):
 
     def read_each(self, names: Iterable[str]) -> Iterator[bytes]:
         """Read several objects, some at once."""
-        self._forget()
+        self._invalidate()
         return whole_objects(self.filesystem, self.path, [self._key(name) for name in names])
 
     def beginnings(self, name: str, most: int) -> list[bytes]:
@@ -157,7 +157,7 @@ class RemoteFolder(Folder):
         """Do nothing: a folder is there as soon as an object is."""
 
     def create(self, name: str, size: int) -> NewFile:
-        """Begin a new object; it appears when it is finished."""
+        """Create a new object; it appears when it is finished."""
         return Upload(self.filesystem, self._key(name), f"{self.path}/{name}", size)
 
     def write(self, name: str, raw: bytes, *, durable: bool) -> None:  # noqa: ARG002 - stores keep what they accept
@@ -165,8 +165,8 @@ class RemoteFolder(Folder):
         with asking(self.path):
             self.filesystem.pipe_file(self._key(name), raw)
 
-    def claim(self, name: str, raw: bytes) -> bool:  # noqa: ARG002 - few stores can tell who was first
-        """Write nothing: not every store can tell who of several was first."""
+    def claim(self, name: str, raw: bytes) -> bool:  # noqa: ARG002 - few stores can decide who was first
+        """Write nothing: not every store can decide which of several was first."""
         return False
 
     def overwrite(self, name: str, raw: bytes, *, unfinished: str) -> None:  # noqa: ARG002 - one request
@@ -181,11 +181,11 @@ class RemoteFolder(Folder):
         unfinished: str,  # noqa: ARG002 - one request
         may_replace: Callable[[bytes | None], None],
     ) -> Callable[[], None]:
-        """Keep an object in memory, to be sent in one request."""
+        """Prepare an object in memory, to be sent in one request."""
         return functools.partial(self._publish, name, raw, may_replace)
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep out nobody: stores have no locks."""
+        """Do nothing: stores have no locks."""
         return contextlib.nullcontext()
 
     def remove(self, names: Sequence[str]) -> None:
@@ -245,7 +245,7 @@ class RemoteFolder(Folder):
     def _key(self, name: str) -> str:
         return f"{self.key}/{name}"
 
-    def _forget(self) -> None:
+    def _invalidate(self) -> None:
         self.filesystem.invalidate_cache(self.key)
 
     def _info(self, key: str) -> Mapping[str, Any] | None:
@@ -258,7 +258,7 @@ class RemoteFolder(Folder):
 
     def _entries(self) -> dict[str, Mapping[str, Any]]:
         """List what is directly in it; an object with the folder's own name, which some tools make, is none of it."""
-        self._forget()
+        self._invalidate()
         found: list[Mapping[str, Any]] = []
         with asking(self.path), contextlib.suppress(FileNotFoundError):
             found = self.filesystem.ls(self.key, detail=True)

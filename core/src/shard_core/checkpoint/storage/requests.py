@@ -33,7 +33,7 @@ class ObjectRange(NamedTuple):
 
 @contextlib.contextmanager
 def asking(url: str) -> Iterator[None]:
-    """Tell of every refusal of a store in one way; that something is not there passes as it is.
+    """Raise every refusal of a store as one kind of error; that something is not there passes as it is.
 
     Args:
         url: What was asked for, for the message.
@@ -46,7 +46,7 @@ def asking(url: str) -> Iterator[None]:
     except (FileNotFoundError, StorageError):
         raise
     except Exception as error:
-        raise StorageError(f"the store of {url!r} did not do what it was asked: {_told(error)}.") from error
+        raise StorageError(f"the store of {url!r} did not do what it was asked: {_described(error)}.") from error
 
 
 def whole_objects(filesystem: AbstractFileSystem, url: str, keys: Sequence[str]) -> Iterator[bytes]:
@@ -90,15 +90,15 @@ def beginnings(filesystem: AbstractFileSystem, url: str, keys: Sequence[str], mo
             if isinstance(answer, bytes):
                 yield answer
             elif not isinstance(answer, FileNotFoundError):
-                raise StorageError(f"the store of {url!r} did not give {key!r}: {_told(answer)}.") from answer
+                raise StorageError(f"the store of {url!r} did not give {key!r}: {_described(answer)}.") from answer
 
 
 def only_if(filesystem: AbstractFileSystem, info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Say, for ``pipe_file``, that an object is to be written only if nothing has changed since it was looked at.
+    """Return the condition, for ``pipe_file``, that an object has not changed since it was looked at.
 
     Args:
         filesystem: The store.
-        info: What it told of the object; None if there was none.
+        info: What it returned of the object; None if there was none.
 
     Returns:
         Empty where fsspec offers no such condition: it knows of none but S3's, which its client passes on.
@@ -116,7 +116,7 @@ def _answers(filesystem: AbstractFileSystem, url: str, keys: list[str], starts: 
         if isinstance(answer, FileNotFoundError):
             raise CheckpointCorrupted(f"{key!r} is not in the store.") from answer
         if isinstance(answer, BaseException):
-            raise StorageError(f"the store of {url!r} did not give {key!r}: {_told(answer)}.") from answer
+            raise StorageError(f"the store of {url!r} did not give {key!r}: {_described(answer)}.") from answer
     return answers
 
 
@@ -124,6 +124,6 @@ def _length(wanted: ObjectRange) -> int:
     return wanted.stop - wanted.start
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     text = str(error).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Tasks that wait for a disk or a store rather than compute, side by side."""
+"""Background tasks that wait for a disk or a store rather than compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sending a file to a store while it is being written."""
+"""Uploading a file to a store while it is being written."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Upload(NewFile):
             self._file.write(data)
 
     def finish(self) -> None:
-        """Let the object appear."""
+        """Complete the upload, so that the object appears."""
         with asking(self._url):
             self._file.close()
         self._finished = True
 
     def close(self) -> None:
-        """Let go of it; an unfinished one never appears."""
+        """Close it; an unfinished one never appears."""
         from fsspec.spec import AbstractBufferedFile
 
         if self._finished:
             return
-        # What made it fail is told by whoever raised it; a store throws parts that nobody asks for away some day.
+        # What made it fail was raised before; a store discards parts that are never completed.
         with contextlib.suppress(StorageError, FileNotFoundError), asking(self._url):
             self._file.discard()
         if isinstance(self._file, AbstractBufferedFile):

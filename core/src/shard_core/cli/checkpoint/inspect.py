@@ -76,7 +76,7 @@ def _print_entries_json(path: str, entries: Sequence[RunEntry]) -> None:
                 "age": None if each.created is None else time.time() - each.created / 1e9,
                 "bytes": each.bytes,
                 "leftovers": sorted(each.leftovers),
-                "foreign": list(each.foreign),
+                "foreign": list(each.unknown),
             }
             for each in entries
         ],
@@ -97,7 +97,7 @@ def _print_entries(path: str, entries: Sequence[RunEntry]) -> None:
     for each in entries:
         when = each.touched if each.created is None else each.created / 1e9
         also = [number(len(each.leftovers), "file") + " of dead saves"] if each.leftovers else []
-        also += [number(len(each.foreign), "foreign file")] if each.foreign else []
+        also += [number(len(each.unknown), "foreign file")] if each.unknown else []
         table.add_row(
             Text(each.folder.name),
             "" if each.step is None else str(each.step),
