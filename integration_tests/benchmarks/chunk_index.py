@@ -1,6 +1,6 @@
 """What the index of chunks costs at the scale of an 8B model on 16,384 simulated ranks: over 10 million chunks.
 
-Run it with ``python integration_tests/benchmarks/chunk_index.py``. One process reads the part records of all ranks,
+Run it with ``python integration_tests/benchmarks/chunk_index.py``. One process reads the rank indexes of all ranks,
 joins them, checks the result and writes it, as the rank that commits does; then another one reads that index and plans
 the reads of one of 1,000 ranks. It prints seconds, of the wall and of the processor, and the most memory each process
 had. Making up the records takes a minute or two and is not counted.
@@ -41,7 +41,7 @@ def files(ranks: int, length: int) -> list[FileRecord]:
 
 
 def make_parts(ranks: int, folder: Path) -> None:
-    """Write the part records of all ranks."""
+    """Write the rank indexes of all ranks."""
     chunks, end = {}, 0
     for tensor in tensors(ranks):
         box = Box((0,) * len(tensor.shape), (tensor.shape[0] // ranks, *tensor.shape[1:]))

@@ -67,7 +67,7 @@ def save(path: Path, value: float, form: str, retention: Retention | None = None
 
 
 def value_in(path: Path) -> float:
-    """Load a checkpoint and prove that it is one save's as a whole."""
+    """Load a checkpoint and check that it is one save's as a whole."""
     module = module_of(-1)
     optimizer = torch.optim.Adagrad(module.parameters())
     value = values_of(load(path, module, optimizer).values, module)
@@ -77,14 +77,14 @@ def value_in(path: Path) -> float:
 
 
 def values_of(values: Any, module: nn.Module) -> float:
-    """Give the one value that all values and weights of a checkpoint have."""
+    """Return the one value that all values and weights of a checkpoint have."""
     value: float = values["value"]
     assert all((tensor == value).all() for tensor in [*module.parameters(), values["copy"]])
     return value
 
 
 def _die_at(operation: int, folder: Path) -> None:
-    """Let this process kill itself when it comes to its n-th operation on files of a folder."""
+    """Kill this process when it comes to its n-th operation on files of a folder."""
     count = 0
 
     def tick() -> bool:
@@ -114,7 +114,7 @@ def _die_at(operation: int, folder: Path) -> None:
 
 
 def _killed_as_a_whole(path: Path, operation: int, form: str, retention: Retention | None) -> bool:
-    """Save in a child that dies at an operation; tell whether it came to that."""
+    """Save in a child that dies at an operation; return whether it came to that."""
     child = os.fork()
     if child == 0:
         _die_at(operation, path.parent)
@@ -126,7 +126,7 @@ def _killed_as_a_whole(path: Path, operation: int, form: str, retention: Retenti
 
 
 def _killed_alone(path: Path, operation: int, form: str, retention: Retention | None, victim: int) -> bool:
-    """Save in a child per rank, of which one dies at an operation; tell whether it came to that."""
+    """Save in a child per rank, of which one dies at an operation; return whether it came to that."""
     meeting = path.parent.with_name(f"{path.parent.name}-meeting")
     children = []
     for rank in range(2):
@@ -168,7 +168,7 @@ def _status_of(child: int) -> int:
 
 
 def _what_is_left(run: Path, operation: int, form: str, kind: str, victim: str) -> tuple[bool, str]:
-    """Kill one save; tell whether it came to that, and what checkpoint then is the newest."""
+    """Kill one save; return whether it came to that, and what checkpoint then is the newest."""
     path = run / "step-2"
     retention = Retention(keep_last=1) if kind == "retaining" else None
     if kind != "fresh":

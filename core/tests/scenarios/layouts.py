@@ -24,7 +24,7 @@ SHAPES: SearchStrategy[tuple[int, ...]] = st.lists(st.sampled_from([0, 1, 1, 2, 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """Elements in a row, padded to a multiple of ``unit`` per rank, as ZeRO and XLA cut them.
+    """Elements in a row, padded to a multiple of ``unit`` per rank, as ZeRO and XLA shard them.
 
     ``unit`` is 1 for the smallest padding there is.
     """
@@ -33,7 +33,7 @@ class Flat:
     unit: int
 
     def shards(self, key: str, tensor: torch.Tensor, rank: int) -> list[TensorShard]:
-        """Give a rank's run of the elements, in memory of its own."""
+        """Return a rank's range of the elements, in memory of its own."""
         each = -(-tensor.numel() // (self.ranks * self.unit)) * self.unit
         start, stop = (min(place * each, tensor.numel()) for place in (rank, rank + 1))
         return shards_of_range(key, tensor.shape, start, tensor.reshape(-1)[start:stop].clone())
@@ -41,14 +41,14 @@ class Flat:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Boxes over a mesh of one or two axes, cut unevenly where they do not divide, as DTensor cuts them.
+    """Boxes over a mesh of one or two axes, split unevenly where they do not divide, as DTensor does.
 
-    ``cuts`` names the dim each axis cuts, counted around the tensor's dims; None where an axis holds copies. Of the
+    ``dims`` names the dim each axis shards, counted around the tensor's dims; None where an axis holds copies. Of the
     copies that of the rank at ``writer``, counted around, is saved. ``strided`` views share a larger tensor's memory.
     """
 
     sizes: tuple[int, ...]
-    cuts: tuple[int | None, ...]
+    dims: tuple[int | None, ...]
     writer: int
     strided: bool
 
@@ -57,19 +57,19 @@ class Mesh:
         return math.prod(self.sizes)
 
     def shards(self, key: str, tensor: torch.Tensor, rank: int) -> list[TensorShard]:
-        """Give a rank's box."""
+        """Return a rank's box."""
         offsets, extent, write = [0] * tensor.dim(), list(tensor.shape), True
         for axis, size in enumerate(self.sizes):
             place = rank // math.prod(self.sizes[axis + 1 :]) % size
-            cut = self.cuts[axis]
-            if cut is None or not extent:
+            chosen = self.dims[axis]
+            if chosen is None or not extent:
                 write = write and place == self.writer % size
                 continue
-            dim = cut % len(extent)
-            part = -(-extent[dim] // size)
-            start = min(part * place, extent[dim])
+            dim = chosen % len(extent)
+            length = -(-extent[dim] // size)
+            start = min(length * place, extent[dim])
             offsets[dim] += start
-            extent[dim] = min(part, extent[dim] - start)
+            extent[dim] = min(length, extent[dim] - start)
         box = Box(tuple(offsets), tuple(extent))
         view = tensor.clone()[box.slices((0,) * tensor.dim())]
         view = view if self.strided else view.contiguous()
@@ -81,18 +81,18 @@ Layout = Flat | Mesh
 
 @st.composite
 def layouts(draw: DrawFn, most_ranks: int = 4) -> Layout:
-    """Make up a layout."""
+    """Draw a layout."""
     if draw(st.booleans()):
         return Flat(draw(st.integers(1, most_ranks)), draw(st.sampled_from([1, 2, 8])))
     first = draw(st.integers(1, most_ranks))
     sizes = (first, *draw(st.lists(st.integers(1, most_ranks // first), max_size=1)))
-    cut = st.none() | st.integers(0, 3)
-    cuts = tuple(draw(st.lists(cut, min_size=len(sizes), max_size=len(sizes))))
-    return Mesh(sizes, cuts, draw(st.integers(0, most_ranks - 1)), draw(st.booleans()))
+    dim = st.none() | st.integers(0, 3)
+    dims = tuple(draw(st.lists(dim, min_size=len(sizes), max_size=len(sizes))))
+    return Mesh(sizes, dims, draw(st.integers(0, most_ranks - 1)), draw(st.booleans()))
 
 
 class LaidOutState(TrainingState):
-    """One rank's part of full tensors, each in the one layout."""
+    """One rank's shards of full tensors, each in the one layout."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:
         self._shards = [shard for key, tensor in tensors.items() for shard in layout.shards(key, tensor, rank)]

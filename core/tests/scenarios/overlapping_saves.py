@@ -78,7 +78,7 @@ def _run(number: int, rank: int, paths: list[str], meeting: Path, turns: Any, ar
 
 
 def _left(path: str, options: Any) -> dict[str, Any]:
-    """Load what stands at a path, and prove that it is one save's as a whole."""
+    """Load what stands at a path, and check that it is one save's as a whole."""
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     try:
         values = values_of(load(path, module, storage_options=options).values, module)
@@ -91,7 +91,7 @@ def _left(path: str, options: Any) -> dict[str, Any]:
 
 
 def main(folder: str, pairs: int, kind: str, form: str, options: Any) -> None:
-    """Let two runs save to one path after another, and look at each."""
+    """Start two runs that save to one path after another, and check each."""
     torch.set_num_threads(1)
     paths = [f"{folder}/pair-{place}/step-1" for place in range(pairs)]
     turns = multiprocessing.Barrier(RUNS * RANKS)

@@ -45,13 +45,13 @@ class Run:
         self._optimizer.zero_grad()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Give copies of all tensors."""
+        """Return copies of all tensors."""
         momentum = [slots["momentum_buffer"] for slots in self._optimizer.state.values()]
         tensors = [*self._module.parameters(), *momentum]
         return {str(place): tensor.detach().clone() for place, tensor in enumerate(tensors)}
 
     def save(self, path: Path, form: str) -> list[Any]:
-        """Save; give what each rank raised."""
+        """Save; return what each rank raised."""
 
         def save_on(coordinator: Any) -> None:
             state = self._state(coordinator.rank, 2)
@@ -65,7 +65,7 @@ class Run:
         return TensorState({"model": self._module}, optimizers, rank=rank, world_size=world_size)
 
     def assert_kept(self, path: Path, wanted: dict[str, torch.Tensor]) -> None:
-        """Prove that a checkpoint is whole and holds these tensors, in a run of its own."""
+        """Check that a checkpoint is whole and holds these tensors, in a run of its own."""
         assert verify(path).is_fine
         other = Run(self._width)
         all_ranks(1, lambda ranks: ShardedCheckpointIO().load(path, other._state(0, 1), coordinator=ranks))

@@ -32,7 +32,7 @@ def _module(value):
 
 
 def _save(name, value, form=None, retention=None):
-    """Save on two ranks; tell whether it succeeded, which is the same on both."""
+    """Save on two ranks; return whether it succeeded, which is the same on both."""
 
     def save_on(coordinator):
         state = TensorState({"model": _module(value)}, {}, rank=coordinator.rank, world_size=2)

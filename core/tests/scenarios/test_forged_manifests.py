@@ -56,7 +56,7 @@ def _places(content: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def _mutants(content: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, dict[str, Any]]]:
-    """Put every type in every place, take everything away, and give everything another name."""
+    """Replace everything by every type, remove everything, and rename everything."""
     for at in _places(content):
         for value in [*_OF_EVERY_TYPE, "taken away", "renamed"]:
             mutant = copy.deepcopy(content)
@@ -73,7 +73,7 @@ def _mutants(content: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, di
 
 
 def _kind(value: Any) -> Any:
-    """Tell numbers from names from tensors."""
+    """Return whether a place holds a number, a name or a tensor."""
     if isinstance(value, dict):
         return {key: _kind(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -103,18 +103,18 @@ def _fuzz(checkpoint, stride: int) -> None:
             try:
                 target, _ = loaded(checkpoint)
             except ShardError as error:
-                told = len(str(error))
+                length = len(str(error))
             except Exception as error:
                 raise AssertionError((at, str(value)[:80])) from error
             else:
-                told = 0
+                length = 0
                 if any(at[: len(free)] == free for free in _FREE) or value is None:
                     continue
                 # Other hyper-parameters may be accepted, if they are of the kind they were. None is of all kinds.
                 for found, wanted in [*zip(target.rest(), Trained(0).rest(), strict=True), _states(target)]:
                     there = {key: value for key, value in wanted.items() if key in found}
                     assert {key: _kind(found[key]) for key in there} == _kind(there), (at, str(value)[:80])
-            assert told < 3000, (at, str(value)[:80])
+            assert length < 3000, (at, str(value)[:80])
     outside = {path for path in opened if not path.startswith(str(checkpoint.parent))}
     assert not outside
 
@@ -195,7 +195,7 @@ def _forge_index(checkpoint, change) -> None:
     forge(checkpoint, lambda content: content.update(index=record))
 
 
-def _swap_cuts(columns) -> None:
+def _swap_tilings(columns) -> None:
     columns["cut"] = 1 - columns["cut"]
 
 
@@ -224,7 +224,7 @@ def _two_dims(columns) -> None:
     columns["begin"] = columns["begin"].reshape(1, -1)
 
 
-def _cut(name: str):
+def _shortened(name: str):
     def change(columns):
         columns[name] = columns[name][:-1]
 
@@ -241,7 +241,7 @@ def _empty(columns) -> None:
 
 
 def _one_for_two(columns) -> None:
-    """Let both moments of the weight be the first one's bytes, digest and all."""
+    """Set both moments of the weight to the first one's bytes, digest and all."""
     for name in ("begin", "digests"):
         columns[name][5] = columns[name][4]
 
@@ -259,7 +259,7 @@ _FORGED_INDEXES = {
     "rows whose boxes wrap": _rows(2**62, 2**62 + 1),
     "rows that fall": _rows(5, 2),
     **{f"cut of {value}": _set("cut", 0, value) for value in (-1, 2, 2**31 - 1)},
-    "a cut of another shape": _swap_cuts,
+    "a cut of another shape": _swap_tilings,
     "a cut of nobody": _set("cut", slice(None), 0),
     "overlap in a file": _set("begin", 1, 152),
     "the same bytes for two tensors": _one_for_two,
@@ -269,8 +269,8 @@ _FORGED_INDEXES = {
     "a column too many": lambda columns: columns.update(more=np.zeros(1)),
     "a column too few": _no_begin,
     "a column of two dims": _two_dims,
-    "a column cut short": _cut("digests"),
-    "extents cut short": _cut("sizes"),
+    "a column cut short": _shortened("digests"),
+    "extents cut short": _shortened("sizes"),
     "no chunks": _empty,
     "a column of a type numpy lacks": _header(b'{"rows":{"dtype":"BF16","shape":[0],"data_offsets":[0,0]}}'),
     "a length beyond the file": _header(b'{"rows":{"dtype":"I64","shape":[1000000000],"data_offsets":[0,8000000000]}}'),

@@ -44,8 +44,8 @@ def _begin(shape: tuple[int, ...], box: Box) -> int:
     return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(box.offsets))
 
 
-def _is_a_run(shape: tuple[int, ...], box: Box) -> bool:
-    """Tell whether a box's elements follow one another: one in each dim, then any number, then all."""
+def _is_contiguous(shape: tuple[int, ...], box: Box) -> bool:
+    """Return whether a box's elements follow one another: one in each dim, then any number, then all."""
     inner = list(itertools.dropwhile(lambda pair: pair[0] == 1, zip(box.sizes, shape, strict=True)))
     return all(size == extent for size, extent in inner[1:])
 
@@ -58,7 +58,7 @@ def _check_range(case: tuple[tuple[int, ...], int, int]) -> None:
     for box in boxes:
         assert box.volume > 0
         assert all(a >= 0 and a + size <= extent for a, size, extent in zip(box.offsets, box.sizes, shape, strict=True))
-        assert _is_a_run(shape, box)
+        assert _is_contiguous(shape, box)
         assert _begin(shape, box) == place
         place += box.volume
     assert place == max(start, stop)

@@ -171,7 +171,7 @@ def test_a_lock_whose_holder_was_killed_is_free(tmp_path: Path) -> None:
 
 
 def _pairs(folder: str, pairs: int, kind: str, form: str, options: Any = None) -> None:
-    """Let real runs of two ranks each overlap, and look at what is left each time."""
+    """Overlap real runs of two ranks each, and check what is left each time."""
     script = Path(__file__).with_name("overlapping_saves.py")
     done = subprocess.run(
         [sys.executable, str(script), folder, str(pairs), kind, form, json.dumps(options)],

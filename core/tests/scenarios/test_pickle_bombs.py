@@ -34,7 +34,7 @@ class _Bomb:
 
 @pytest.fixture
 def fuse(tmp_path):
-    """Give the path whose existence tells that something was executed."""
+    """Return the path that exists once something was executed."""
     path = tmp_path / "executed"
     pickle.loads(pickle.dumps(_Bomb(path)))
     assert path.exists()  # it would

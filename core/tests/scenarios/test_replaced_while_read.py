@@ -43,7 +43,7 @@ while True:
 
 
 def _loads(path: Path, count: int) -> list[str]:
-    """Load on two ranks again and again; give what went wrong."""
+    """Load on two ranks again and again; return what went wrong."""
     wrong: list[str] = []
     for _ in range(count):
         modules = [_module(-1), _module(-1)]
@@ -93,11 +93,11 @@ def test_a_checkpoint_that_is_replaced_before_a_phase_of_the_load_is_read(
     left = itertools.chain([2.0], itertools.repeat(None))
     then = getattr(ShardedLoad, phase)
 
-    def replace(restoration: ShardedLoad, *arguments: Any) -> Any:
+    def replace(load: ShardedLoad, *arguments: Any) -> Any:
         value = next(left)
         if value is not None:
             save(path, _module(value), values={"value": value})
-        return then(restoration, *arguments)
+        return then(load, *arguments)
 
     monkeypatch.setattr(ShardedLoad, phase, replace)
     module = _module(-1)
@@ -111,9 +111,9 @@ def test_one_that_is_always_replaced_is_given_up_in_a_sentence(tmp_path: Path, m
     save(path, _module(0), values={"value": 0.0})
     verify = ShardedLoad.verify
 
-    def replace(restoration: ShardedLoad) -> None:
+    def replace(load: ShardedLoad) -> None:
         save(path, _module(1), values={"value": 1.0})
-        verify(restoration)
+        verify(load)
 
     monkeypatch.setattr(ShardedLoad, "verify", replace)
     module = _module(-1)

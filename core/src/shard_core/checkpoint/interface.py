@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.storage.opening import named
+from shard_core.checkpoint.storage.opening import path_or_url
 from shard_core.errors import MissingCapability
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class SaveHandle:
         """
         done: Future[None] = Future()
         done.set_result(None)
-        return cls(path=named(path), staged=done, committed=done)
+        return cls(path=path_or_url(path), staged=done, committed=done)
 
     def wait(self, timeout: float | None = None) -> Path | str:
         """Wait until the checkpoint is complete and return where it is.
@@ -108,7 +108,7 @@ class CheckpointIO(abc.ABC):
             storage_options: For the store a URL names.
             filter: Returns whether a tensor of a module or an optimizer is written, by its key.
             state_dict_type: ``"sharded"`` (the default) or ``"full"``.
-            blocking: Whether to return only when the checkpoint is complete; None for what this part does by itself.
+            blocking: Whether to return only when the checkpoint is complete; None for what this class does by itself.
                 Where it is False, the handle's ``staged`` is done no later than ``committed``, and the process does
                 not exit before both are.
 

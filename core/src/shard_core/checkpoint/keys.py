@@ -1,4 +1,4 @@
-"""The grammar of checkpoint keys: what the names of stored tensors are put together from, and taken apart into.
+"""The grammar of checkpoint keys: how the names of stored tensors are composed, and parsed.
 
 ``model.NAME`` is a parameter or a buffer, ``optim.NAME.SLOT`` a tensor of the state an optimizer keeps of a parameter,
 ``state.PATH`` a tensor among the user's values. In a checkpoint of several modules each NAME begins with its module's.

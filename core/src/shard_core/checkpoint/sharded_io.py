@@ -113,7 +113,7 @@ class ShardedCheckpointIO(CheckpointIO):
                 manifest = _read_on_rank_0(coordinator, doing, lambda: standing_manifest(folder) or b"")
                 if manifest in (b"", before):
                     raise
-                # What it named may be gone by now, and what it said does not count any more.
+                # What it named may be gone by now, and its content does not count any more.
         else:
             raise CheckpointError(
                 f"{os.fspath(path)!r} was replaced {_MOST_REPLACED} times while it was read; load it when nobody saves "
@@ -149,7 +149,7 @@ def _read_on_rank_0(coordinator: Coordinator, doing: str, read: Callable[[], byt
 def _prepare(load: ShardedLoad, manifest: bytes, folder: Folder, coordinator: Coordinator, doing: str) -> None:
     """Do all of a load that changes nothing."""
     # What is on a disk comes sooner from there than from another rank: mostly out of the host's own memory.
-    broadcasts = folder.far and coordinator.world_size > 1
+    broadcasts = folder.is_remote and coordinator.world_size > 1
 
     def prepare() -> None:
         load.prepare(manifest)

@@ -16,7 +16,7 @@ from shard_core.errors import InvalidOption
 
 
 class _Flat(TrainingState):
-    """Tensors cut at odd places over ranks."""
+    """Tensors sharded at odd places over ranks."""
 
     modules = ("model",)
 
@@ -54,7 +54,7 @@ def _save(path, tensors, size=1, values=None, **options):
     return path
 
 
-def _told(comparison):
+def _problems(comparison):
     return {(each.kind, each.name): each.problem for each in comparison.differences}
 
 
@@ -101,7 +101,7 @@ def test_figures_are_those_of_the_elements(tmp_path):
     first = _save(tmp_path / "a", {"w": torch.tensor([1.0, -8.0, 0.5, 0.0])}, 2)
     second = _save(tmp_path / "b", {"w": torch.tensor([1.0, -8.0, 2.5, -0.0])}, 1)
     comparison = compare(first, second)
-    assert _told(comparison) == {("elements", "model.w"): "2 of 4 elements differ, by at most 2 (relative 0.25)"}
+    assert _problems(comparison) == {("elements", "model.w"): "2 of 4 elements differ, by at most 2 (relative 0.25)"}
     assert compare(first, second, tolerance=0.25).same
     assert not compare(first, second, tolerance=0.24).same
     third = _save(tmp_path / "c", {"w": torch.tensor([1.0, math.nan, 0.5, 0.0])})
@@ -126,7 +126,7 @@ def test_what_is_missing_or_shaped_or_typed_otherwise_is_named(tmp_path):
         tmp_path / "b",
         {"b": torch.ones(3, 2), "c": torch.ones(2).bfloat16(), "d": torch.ones(1), "e": torch.full((2,), 3).half()},
     )
-    assert _told(compare(first, second)) == {
+    assert _problems(compare(first, second)) == {
         ("missing", "model.a"): "not in the second",
         ("missing", "model.d"): "not in the first",
         ("shape", "model.b"): "shape (2, 3) against (3, 2)",
@@ -140,7 +140,7 @@ def test_values_are_compared_by_path(tmp_path):
     mine = {"step": 3, "best": math.inf, "seen": [1, 2, 3], "deep": {"x": {"y": True}}, "mean": torch.ones(2)}
     first = _save(tmp_path / "a", tensors, values={**mine, "only": None})
     other = {**mine, "step": 4, "best": 1.0, "seen": [1, 5, 6], "deep": {"x": {"y": 1}}, "mean": torch.zeros(2)}
-    assert _told(compare(first, _save(tmp_path / "b", tensors, values=other))) == {
+    assert _problems(compare(first, _save(tmp_path / "b", tensors, values=other))) == {
         ("elements", "state.mean"): "2 of 2 elements differ, by at most 1 (relative 1)",
         ("value", "best"): "'inf' against 1.0",
         ("value", "deep.x.y"): "True against 1",
@@ -174,12 +174,12 @@ def test_optimizers_are_compared_by_parameter(tmp_path):
     for state in optimizer.state.values():
         state["step"] += 4
     save(tmp_path / "b", module, optimizer)
-    told = [
+    problems = [
         f"{each.name}: {each.problem}"
         for each in compare(tmp_path / "a", tmp_path / "b").differences
         if each.kind == "optimizer"
     ]
-    assert told == [
+    assert problems == [
         "optimizer group 0.weight_decay: 0.01 against 0.5",
         "optimizer group 1.lr: 0.1 against 0.2",
         "optimizer group 1.weight_decay: 0.01 against 0.5",
@@ -188,15 +188,15 @@ def test_optimizers_are_compared_by_parameter(tmp_path):
 
     optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
     save(tmp_path / "c", module, optimizer)
-    told = [f"{each.name}: {each.problem}" for each in compare(tmp_path / "b", tmp_path / "c").differences]
-    assert told == [
+    problems = [f"{each.name}: {each.problem}" for each in compare(tmp_path / "b", tmp_path / "c").differences]
+    assert problems == [
         "optimizer group 0: other parameters: '1.bias' only in the second",
         "optimizer group 1: other parameters: '1.bias' only in the first",
     ]
     save(tmp_path / "d", module)
-    told = _told(compare(tmp_path / "c", tmp_path / "d"))
-    assert told["optimizer", "optimizer"] == "not in the second"
-    assert told["missing", "optim.0.weight.exp_avg"] == "not in the second"
+    problems = _problems(compare(tmp_path / "c", tmp_path / "d"))
+    assert problems["optimizer", "optimizer"] == "not in the second"
+    assert problems["missing", "optim.0.weight.exp_avg"] == "not in the second"
 
 
 class _Tied(nn.Module):
@@ -217,9 +217,9 @@ def test_which_of_its_tied_names_a_tensor_is_stored_under_makes_no_difference(tm
     for name, module in modules.items():
         save(tmp_path / name, module, torch.optim.Adagrad(module.parameters()))
     assert compare(tmp_path / "a", tmp_path / "b").same
-    told = _told(compare(tmp_path / "a", tmp_path / "c"))
-    assert told["tied", "model.a.weight"] == "tied to 'model.b.weight' only in the first"
-    assert not any(kind == "elements" for kind, _ in told)
+    problems = _problems(compare(tmp_path / "a", tmp_path / "c"))
+    assert problems["tied", "model.a.weight"] == "tied to 'model.b.weight' only in the first"
+    assert not any(kind == "elements" for kind, _ in problems)
 
 
 def test_damaged_tensors_are_named(tmp_path):

@@ -1,4 +1,4 @@
-"""Every kind of file that weights are read from, bit for bit, whatever is in it and however it is cut."""
+"""Every kind of file that weights are read from, bit for bit, whatever is in it and however it is sharded."""
 
 from __future__ import annotations
 

@@ -190,8 +190,12 @@ def test_what_no_tensor_of_numbers_is_is_named(tmp_path):
     path = foreign_weights.write_torch(tmp_path / "weights.pt", content)
     with pytest.raises(CheckpointMismatch) as raised:
         foreign_weights.load(path, here)
-    for told in ("'sparse' is a tensor of layout torch.sparse_coo", "'quantized' is a quantized", "'epoch' is a int"):
-        assert told in str(raised.value)
+    for expected in (
+        "'sparse' is a tensor of layout torch.sparse_coo",
+        "'quantized' is a quantized",
+        "'epoch' is a int",
+    ):
+        assert expected in str(raised.value)
     foreign_weights.load(path, nn.ModuleDict(), names=lambda name: None)
 
 

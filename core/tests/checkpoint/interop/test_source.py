@@ -6,17 +6,17 @@ import fsspec
 import pytest
 import torch
 from fixtures import foreign_weights
-from test_foreign_kinds import WRITERS
+from test_formats import WRITERS
 from torch import nn
 
 from shard_core.errors import CheckpointCorrupted, CheckpointMismatch, CheckpointNotFound, InvalidOption
 
-URL = "memory://peers"
+URL = "memory://weights"
 
 
 @pytest.fixture
 def store():
-    """Give an empty store."""
+    """Return an empty store."""
     filesystem = fsspec.filesystem("memory")
     filesystem.store.clear()
     yield filesystem
@@ -24,7 +24,7 @@ def store():
 
 
 def _upload(path):
-    """Put a file or a folder into the store, and give its URL."""
+    """Upload a file or a folder to the store, and return its URL."""
     url = f"{URL}/{path.name}"
     for file in [path] if path.is_file() else path.iterdir():
         fsspec.filesystem("memory").pipe(f"{url}/{file.name}" if path.is_dir() else url, file.read_bytes())

@@ -1,4 +1,4 @@
-"""What several ranks want of a store is read by one of them and handed on."""
+"""What several ranks want of a store is read by one of them and broadcast."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Model(nn.Module):
 
 
 def _state(model, coordinator, parts):
-    """Describe a model of which each rank holds a copy, or one of several parts of its matrix."""
+    """Describe a model of which each rank holds a copy, or one of several ranges of its matrix."""
 
     def part(tensor):
         if parts == 1 or tensor is not model.matrix:
@@ -51,7 +51,7 @@ def _state(model, coordinator, parts):
 
 @pytest.fixture(scope="module")
 def saved():
-    """Save on two ranks; give what is in the store then."""
+    """Save on two ranks; return what is in the store then."""
     FailingStore.fail_at(-1, "before")
     FailingStore.store.clear()
 
@@ -102,7 +102,7 @@ def test_replicas_read_each_byte_once_in_all(monkeypatch, at_once):
 
 
 @pytest.mark.parametrize(("parts", "times"), [(2, 1), (3, 2)])
-def test_a_part_is_handed_on_where_half_of_the_ranks_want_it(parts, times):
+def test_a_range_is_broadcast_where_half_of_the_ranks_want_it(parts, times):
     ranks = 2 * parts
     models, whole = [_Model(2) for _ in range(ranks)], _Model(1)
     all_ranks(ranks, _load_on(models, parts))

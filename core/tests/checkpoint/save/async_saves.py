@@ -1,4 +1,4 @@
-"""Functions for ranks that save behind training, and parts that save so that a test can hold them up."""
+"""Functions for ranks that save asynchronously, and a checkpoint IO that a test can hold up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Normalized(nn.Module):
 
 
 class Held(CheckpointIO):
-    """Somebody's own part that saves behind training, but writes only when a file appears."""
+    """A user's own checkpoint IO that saves asynchronously, but writes only when a file appears."""
 
     def __init__(self, gate: Path) -> None:
         self.gate = gate
@@ -47,10 +47,10 @@ class Held(CheckpointIO):
         if options.pop("blocking") is not False:
             return ShardedCheckpointIO().save(path, state, values, coordinator=coordinator, **options)
 
-        def write(state: Any, values: Any, others: Any) -> None:
+        def write(state: Any, values: Any, side_channel: Any) -> None:
             while not self.gate.exists():
                 time.sleep(0.01)
-            ShardedCheckpointIO().save(path, state, values, coordinator=others, **options)
+            ShardedCheckpointIO().save(path, state, values, coordinator=side_channel, **options)
 
         return async_save(path, state, values, coordinator, write)
 
@@ -87,7 +87,7 @@ def train(strategy: Any, state: dict[str, Any]) -> None:
 
 
 def digests(folder: Path) -> Digests:
-    """Tell what all files but the manifest hold."""
+    """Return the digests of all files but the manifest."""
     return {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(folder.iterdir())
@@ -96,7 +96,7 @@ def digests(folder: Path) -> Digests:
 
 
 def saves_twice(name: str, optimizer: str, folder: Path, form: str | None) -> tuple[Digests, Digests]:
-    """Save the same moment with training waiting and with training going on; give what was written."""
+    """Save the same moment with training waiting and with training going on; return what was written."""
     with get_strategy(name) as strategy:
         state = ready(strategy, optimizer)
         generator = torch.get_rng_state()
@@ -113,7 +113,7 @@ def saves_twice(name: str, optimizer: str, folder: Path, form: str | None) -> tu
 
 
 def limited_files(size: int) -> tuple[int, int]:
-    """Let no file of this process grow larger, as on a disk that is full; give what was allowed before."""
+    """Limit the files of this process, as on a disk that is full; return what was allowed before."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     return before

@@ -1,4 +1,4 @@
-"""A save behind training writes what a save that training waits for would have, or says why not."""
+"""An async save writes what a blocking save would have, or raises why not."""
 
 import os
 import platform
@@ -31,8 +31,8 @@ from shard_core.collectives.single import SingleCollectives
 from shard_core.errors import CheckpointError, InvalidOption, MissingCapability, RankFailed
 from shard_core.testing.processes.world import World
 
-TOLD = (
-    f"host {platform.node()!r} has no room for the 0.0 GB that its ranks would copy; saves behind training write "
+WARNING = (
+    f"host {platform.node()!r} has no room for the 0.0 GB that its ranks would copy; async saves write "
     "straight from the tensors instead, and training waits for them."
 )
 
@@ -81,7 +81,7 @@ def test_where_memory_has_no_room_for_a_copy_training_waits_and_is_told_once(
         monkeypatch.setattr(host_memory, "available_memory", lambda available=available: available)
         if waits:
             gate.touch()
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             for name in ("first", "second"):
                 handle = strategy.save_checkpoint(tmp_path / f"{name}-{available}", state, blocking=False)
@@ -89,7 +89,7 @@ def test_where_memory_has_no_room_for_a_copy_training_waits_and_is_told_once(
                 gate.touch()
                 handle.wait()
                 assert waits or gate.unlink() is None
-        assert [str(each.message) for each in told] == ([TOLD] if waits else [])
+        assert [str(each.message) for each in caught] == ([WARNING] if waits else [])
     strategy.teardown()
     first, second = (digests(tmp_path / f"first-{available}") for available in (10 * wanted, wanted))
     assert first == second
@@ -152,14 +152,14 @@ def test_a_failed_save_hides_no_error_of_the_users(tmp_path: Path) -> None:
 
 
 def on_a_full_disk(folder: Path) -> tuple[int, str, str | None]:
-    """Let one rank's disk be full; give the step that raised, what it said, and what there is afterwards."""
+    """Limit one rank's disk; return the step that raised, its message, and what there is afterwards."""
     with get_strategy("ddp") as strategy:
         state = ready(strategy)
         strategy.save_checkpoint(folder / "run" / "old", state)
         before = limited_files(1000 if strategy.global_rank == 1 else 10**9)
         try:
             strategy.save_checkpoint(folder / "run" / "new", state, blocking=False)
-            for step in range(500):  # noqa: B007 - told afterwards
+            for step in range(500):  # noqa: B007 - returned afterwards
                 train(strategy, state)
                 time.sleep(0.005 * strategy.global_rank)
         except CheckpointError as error:
@@ -193,7 +193,7 @@ def test_what_no_checkpoint_can_hold_is_refused_at_once(tmp_path: Path) -> None:
 
 
 class Mute(SingleCollectives):
-    """Collectives that talk in one thread only."""
+    """Collectives without a side channel."""
 
     side_channel = Collectives.side_channel
 
@@ -265,7 +265,7 @@ def test_a_process_that_ends_with_a_failed_save_says_so_and_fails(tmp_path: Path
 
 
 def loses_a_rank(folder: Path) -> None:
-    """Let rank 1 be killed while a save is under way."""
+    """Kill rank 1 while a save is under way."""
     strategy = get_strategy("ddp", guard_timeout=timedelta(seconds=1))
     strategy.setup_environment()
     state = ready(strategy)

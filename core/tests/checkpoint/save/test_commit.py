@@ -230,12 +230,12 @@ _FILE = {"path": "model-00000-of-00001.safetensors", "bytes": 64, "digest": "012
 @pytest.mark.parametrize(
     ("about", "sentence"),
     [
-        ("[]", "a part record must be a JSON object"),
+        ("[]", "a rank index must be a JSON object"),
         ("{", "no JSON that can be read"),
-        ("{}", "a part record lacks 'attempt'"),
+        ("{}", "a rank index lacks 'attempt'"),
         ("[" * 100_000, "no JSON that can be read"),
-        ({"attempt": "ba9876543210"}, "a part record belongs to save ba9876543210, not to 0123456789ab"),
-        ({"attempt": 3}, "'attempt' of a part record must be a string"),
+        ({"attempt": "ba9876543210"}, "a rank index belongs to save ba9876543210, not to 0123456789ab"),
+        ({"attempt": 3}, "'attempt' of a rank index must be a string"),
         ({"files": [{**_FILE, "path": "../../model-00000-of-00001.safetensors"}]}, "'path' of an item in 'files'"),
         ({"files": [{**_FILE, "bytes": 1.5}]}, "'bytes' of an item in 'files'"),
     ],
@@ -259,7 +259,7 @@ def _part_record(text: str) -> bytes:
     ("tensors", "sentence"),
     [
         (b"", "no JSON that can be read"),
-        (b'{"tensors": [{}]}', "'tensors' of the layout of a part record must be an object"),
+        (b'{"tensors": [{}]}', "'tensors' of the layout of a rank index must be an object"),
         (b'{"tensors": {"model.w": ["F32", -1]}}', "'model.w' is described as no tensor can be"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the system tells of its memory, read from files like its own."""
+"""What the system shows of its memory, read from files like its own."""
 
 from __future__ import annotations
 

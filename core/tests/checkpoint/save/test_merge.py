@@ -1,4 +1,4 @@
-"""What ranks wrote becomes one index: compared with the parts, chunk by chunk."""
+"""What ranks wrote becomes one index: compared with theirs, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _ATTEMPT = "0123456789ab"
 _SHAPES = [(), (0,), (7,), (5, 3), (5, 3), (2, 3, 4), (3 * BLOCK_BYTES,)]
 
 
-def _part(index: ChunkIndex) -> RankIndex:
+def _encoded(index: ChunkIndex) -> RankIndex:
     return decode_rank_index(encode_rank_index(_ATTEMPT, index), _ATTEMPT)
 
 
 def _written(rank: int, world_size: int, choose: random.Random) -> ChunkIndex:
-    """Let a rank hold one of as many flat ranges of each tensor, cut anywhere, in two files."""
+    """Build a rank's index of one of as many flat ranges of each tensor, split anywhere, in two files."""
     tensors = [TensorRecord(key=f"model.{n}", dtype="I8", shape=shape) for n, shape in enumerate(_SHAPES)]
     chunks: dict[str, list[Chunk]] = {}
     ends = [8, 8]
     for tensor in tensors:
-        cuts = random.Random(tensor.key)
-        bounds = sorted([0, tensor.bytes, *(cuts.randint(0, tensor.bytes) for _ in range(world_size - 1))])
+        places = random.Random(tensor.key)
+        bounds = sorted([0, tensor.bytes, *(places.randint(0, tensor.bytes) for _ in range(world_size - 1))])
         for box in boxes_of_range(tensor.shape, bounds[rank], bounds[rank + 1]):
             file = choose.randrange(2)
             digests = [choose.getrandbits(64) for _ in range(-(-box.volume // BLOCK_BYTES))]
@@ -47,18 +47,18 @@ def _written(rank: int, world_size: int, choose: random.Random) -> ChunkIndex:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 17])
 def test_every_ranks_chunks_are_in_the_index_in_the_order_of_ranks(world_size: int):
     choose = random.Random(world_size)
-    parts = [_written(rank, world_size, choose) for rank in range(world_size)]
-    merged = merge_rank_indexes(map(_part, parts))
+    indexes = [_written(rank, world_size, choose) for rank in range(world_size)]
+    merged = merge_rank_indexes(map(_encoded, indexes))
     merged.check_tiling()
     merged.check_places()
-    assert merged.files == tuple(file for part in parts for file in part.files)
-    assert len(merged) == sum(map(len, parts))
+    assert merged.files == tuple(file for index in indexes for file in index.files)
+    assert len(merged) == sum(map(len, indexes))
     for tensor in merged.tensors:
         expected = [
             dataclasses.replace(chunk, file=chunk.file + 2 * rank)
-            for rank, part in enumerate(parts)
-            if tensor.key in part
-            for chunk in part.chunks(tensor.key)
+            for rank, index in enumerate(indexes)
+            if tensor.key in index
+            for chunk in index.chunks(tensor.key)
         ]
         assert list(merged.chunks(tensor.key)) == expected
     for number in range(2 * world_size):
@@ -78,7 +78,7 @@ def test_tensors_cut_alike_share_one_description():
             ]
             for n, tensor in enumerate(tensors)
         }
-        return _part(
+        return _encoded(
             index_of(
                 tensors,
                 [FileRecord(path=f"optim-{rank:05d}-of-00002.safetensors", bytes=3200, digest="0" * 16)],
@@ -96,11 +96,11 @@ def test_tensors_cut_alike_share_one_description():
 def test_ranks_that_disagree_about_a_tensor_are_refused():
     def rank_of(shape: tuple[int, ...]) -> RankIndex:
         tensor = TensorRecord(key="model.w", dtype="F32", shape=shape)
-        return _part(index_of([tensor], [], {}))
+        return _encoded(index_of([tensor], [], {}))
 
     with pytest.raises(CheckpointError, match=r"rank 2 holds 'model\.w' as F32 of shape \(3,\), another rank as F32"):
         merge_rank_indexes([rank_of((2,)), rank_of((2,)), rank_of((3,))])
 
 
 def test_no_rank_wrote_a_tensor():
-    assert len(merge_rank_indexes([_part(index_of([], [], {}))])) == 0
+    assert len(merge_rank_indexes([_encoded(index_of([], [], {}))])) == 0

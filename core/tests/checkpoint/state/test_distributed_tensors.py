@@ -50,7 +50,7 @@ def _collectives() -> ProcessGroupCollectives:
 
 
 def _prepare(layout: str) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    """Give the user's module, what is called, and an optimizer with two groups."""
+    """Return the user's module, what is called, and an optimizer with two groups."""
     module = Model()
     called: nn.Module = module
     if layout == "fsdp":

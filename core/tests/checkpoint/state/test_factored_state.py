@@ -44,7 +44,7 @@ class RowsAndColumns(torch.optim.Optimizer):
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Bring pending sums together."""
+    """Reduce pending sums."""
     return tensor.redistribute(placements=[Replicate()]) if isinstance(tensor, DTensor) else tensor
 
 

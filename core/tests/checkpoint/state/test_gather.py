@@ -1,4 +1,4 @@
-"""Whole tensors are put together in few exchanges, and what is sent is no more than what is held."""
+"""Whole tensors are gathered in few exchanges, and what is sent is no more than what is held."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shard_core.checkpoint.state.tensor_state import TensorState
 
 
 class _Weighed:
-    """Ranks whose answers are weighed on their way."""
+    """Ranks whose messages are measured."""
 
     def __init__(self, coordinator):
         self._inner = coordinator
@@ -28,7 +28,7 @@ class _Weighed:
 
 
 def _gathered(model, coordinator):
-    """Put together a model that two ranks hold half of each, as parts of one long tensor."""
+    """Gather a model of which two ranks hold half each, as ranges of one long tensor."""
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     starts = dict(zip(model.parameters(), _starts(model), strict=True))
 

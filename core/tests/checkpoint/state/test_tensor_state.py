@@ -195,12 +195,12 @@ def test_views_in_any_memory_order_round_trip(tmp_path):
 
 
 def flat(
-    module: nn.Module, optimizer: torch.optim.Optimizer, cuts: dict[str, tuple[int, int]], rank: int
+    module: nn.Module, optimizer: torch.optim.Optimizer, ranges: dict[str, tuple[int, int]], rank: int
 ) -> TensorState:
-    """Let an optimizer step a run of each parameter, and describe what this rank then has."""
+    """Set an optimizer to step a range of each parameter, and describe what this rank then has."""
     parts = {}
     for name, parameter in module.named_parameters():
-        start, stop = cuts[name]
+        start, stop = ranges[name]
         values = nn.Parameter(parameter.detach().flatten()[start:stop].clone())
         parts[parameter] = FlatPart(shape=tuple(parameter.shape), start=start, values=values)
     for group in optimizer.param_groups:
@@ -217,10 +217,10 @@ class Whole(nn.Module):
 
 def test_flat_parts_tile_the_parameters_and_their_state() -> None:
     shards: dict[str, list[Any]] = {}
-    for rank, cuts in enumerate(({"matrix": (0, 4), "scalar": (0, 0)}, {"matrix": (4, 6), "scalar": (0, 1)})):
+    for rank, ranges in enumerate(({"matrix": (0, 4), "scalar": (0, 0)}, {"matrix": (4, 6), "scalar": (0, 1)})):
         module = Whole()
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        state = flat(module, optimizer, cuts, rank)
+        state = flat(module, optimizer, ranges, rank)
         for group in optimizer.param_groups:
             for part in group["params"]:
                 part.grad = part.detach().clone()

@@ -49,7 +49,7 @@ def _value_in(url: str, options: dict[str, Any]) -> float:
 
 
 def _killed_save(url: str, request: int, options: dict[str, Any]) -> bool:
-    """Replace a checkpoint in a child that dies when it is about to send a request; tell whether it came to that."""
+    """Replace a checkpoint in a child that dies when it is about to send a request; return whether it came to that."""
     child = os.fork()
     if child == 0:
         _save(url, 0.0, options)

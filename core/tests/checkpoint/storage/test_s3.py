@@ -43,7 +43,7 @@ def _module(seed: int) -> nn.Module:
 
 
 def save(url: str, options: dict[str, Any] | None, seeds: list[int], form: str, retention: Retention | None) -> Any:
-    """Save once per seed under ``ddp``, whose ranks write in turn; tell what is the newest, or what went wrong."""
+    """Save once per seed under ``ddp``, whose ranks write in turn; return what is the newest, or what went wrong."""
     kept = ShardedCheckpointIO(retention=retention)
     with get_strategy("ddp", accelerator="cpu", checkpoint_io=kept) as strategy:
         for place, seed in enumerate(seeds):
@@ -57,7 +57,7 @@ def save(url: str, options: dict[str, Any] | None, seeds: list[int], form: str, 
 
 
 def load(url: str, options: dict[str, Any], seed: int) -> tuple[bool, int]:
-    """Load under ``ddp``; tell whether all is as it was saved, and the step."""
+    """Load under ``ddp``; return whether all is as it was saved, and the step."""
     with get_strategy("ddp", accelerator="cpu") as strategy:
         module = strategy.setup_module(_module(-1))
         state = {"model": module, "step": 0}
@@ -67,7 +67,7 @@ def load(url: str, options: dict[str, Any], seed: int) -> tuple[bool, int]:
 
 
 def load_weights(url: str, options: dict[str, Any], seed: int) -> bool:
-    """Load what another library wrote under ``ddp``; tell whether all is as it was written."""
+    """Load what another library wrote under ``ddp``; return whether all is as it was written."""
     with get_strategy("ddp", accelerator="cpu") as strategy:
         module = strategy.setup_module(_module(-1))
         assert strategy.load_weights(url, module, storage_options=options) == ()

@@ -62,7 +62,7 @@ def test_a_long_file_is_on_its_way_before_its_end_is_written(
     def watched(descriptor: int) -> None:
         lengths.append(os.fstat(descriptor).st_size)
         if len(lengths) == failing:
-            raise OSError(errno.EIO, "the disk is broken")  # as disks do: told once, and to nobody else
+            raise OSError(errno.EIO, "the disk is broken")  # as disks do: once, and to one caller
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watched)

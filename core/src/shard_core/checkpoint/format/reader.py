@@ -60,7 +60,7 @@ class TensorReader:
         """Return what must be read for a box of a tensor."""
         return [Read(key=key, chunk=chunk, box=common) for chunk, common in self._index.overlaps(key, box)]
 
-    def check_apart(self, reads: Iterable[Read]) -> None:
+    def check_disjoint(self, reads: Iterable[Read]) -> None:
         """Check that no byte about to be read belongs to two chunks.
 
         Raises:

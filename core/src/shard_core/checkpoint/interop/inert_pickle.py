@@ -11,7 +11,7 @@ from shard_core.errors import CheckpointCorrupted
 
 
 class Record:
-    """Stands in for an object of a class that a pickle names, and keeps what the pickle says of it.
+    """Stands in for an object of a class that a pickle names, and keeps what the pickle holds of it.
 
     Attributes:
         kind: The name of that class.

@@ -84,7 +84,7 @@ class ShardedLoad:
             self._remainder = [*self._manifest.modules, *self._manifest.optimizers]
         else:
             self._match(self._state)
-        self._reader.check_apart(self._reads())
+        self._reader.check_disjoint(self._reads())
         self._mismatches += missing_values(self._asked_values, self._manifest)
         if self._mismatches and self._strict:
             raise CheckpointMismatch(

@@ -119,7 +119,7 @@ def _decision(entry: RunEntry, retention: Retention | None, is_last: bool, is_ol
 def retain(saved: Folder, retention: Retention) -> None:
     """Remove what a rule does not keep beside a checkpoint that was just committed; called on one rank alone.
 
-    Nothing that goes wrong here undoes the save: it becomes a warning. What saves that died left behind stays.
+    Nothing that goes wrong here undoes the save: it becomes a warning. What saves that died have left stays.
 
     Args:
         saved: The checkpoint, which stays whatever the rule says.

@@ -14,7 +14,7 @@ from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.save.host_memory import Room, crowded_host, room_for
 from shard_core.checkpoint.save.snapshot import Snapshot
-from shard_core.checkpoint.storage.opening import named
+from shard_core.checkpoint.storage.opening import path_or_url
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.state.training_state import TrainingState
@@ -49,7 +49,7 @@ def async_save(
         MissingCapability: If the ranks have no side channel.
     """
     doing = f"saving {os.fspath(path)!r}"
-    handle = SaveHandle(path=named(path), staged=Future(), committed=Future())
+    handle = SaveHandle(path=path_or_url(path), staged=Future(), committed=Future())
     taken: list[Snapshot] = []
 
     def describe() -> tuple[str, int, int | None]:

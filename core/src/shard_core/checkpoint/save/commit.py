@@ -6,7 +6,7 @@ steps, the folder holds what it held before or all of one of the saves:
 - No two saves write to one file. Names carry the save's identity; the plain ones belong to who was first to claim
   ``index.safetensors`` in a folder without a manifest. The claim is the last file to go, in a save that gives up and
   when a checkpoint is removed, so that nobody has it while another may still touch the others.
-- The manifest changes hands in one step, which looks whether what stands is what stood when the save began: if another
+- The manifest is replaced in one step, which checks whether what stands is what stood when the save began: if another
   was committed meanwhile, the later one is overtaken and fails. A lock keeps others out between look and step; stores
   that take conditions check them in the request itself. Elsewhere the last one wins: a whole checkpoint, too.
 - A save removes its own files and, once it is committed, those that the manifest it replaced names. Nobody else needs
@@ -46,7 +46,7 @@ class Attempt:
         identity: New for every attempt: a rank index that an earlier one left is never taken for this one's.
         folder: The checkpoint.
         world_size: How many ranks write.
-        plain: Whether it may give its files plain names.
+        plain: Whether its files may have plain names.
         replaces: The manifest that stood there when it began; None for none, and on other ranks than 0.
     """
 
@@ -80,7 +80,7 @@ class Attempt:
                     raise
             except BaseException:
                 attempt.discard([0])
-                attempt.leave()
+                attempt.release()
                 raise
             else:
                 break
@@ -165,7 +165,7 @@ class Attempt:
             # Only if it surely was not done: some file systems do what they say has failed.
             if not isinstance(error, OSError) or self.folder.holds(self._new_manifest):
                 self.discard(ranks)
-                self.leave()
+                self.release()
             raise
         with contextlib.suppress(OSError):
             there = {each.name for each in self.folder.listing()}
@@ -175,7 +175,7 @@ class Attempt:
         """Remove what ranks wrote in an attempt that failed before it was published, as far as possible."""
         self.folder.discard(sorted(self._written_by(ranks) - {CLAIM}))
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the plain names, and the folder if it is empty; called by rank 0 alone, after all have discarded."""
         if self.plain:
             self.folder.discard([CLAIM])

@@ -77,7 +77,7 @@ class ShardedSave:
         except BaseException:
             if coordinator.rank == 0:
                 self._attempt.discard([0])
-                self._attempt.leave()
+                self._attempt.release()
             raise
 
     def write(self) -> None:
@@ -90,7 +90,7 @@ class ShardedSave:
         try:
             self._digests = on_all_ranks(self._coordinator, self._doing, write)
         except CheckpointError:
-            self._give_up()
+            self._abort()
             raise
 
     def finish(self) -> None:
@@ -107,7 +107,7 @@ class ShardedSave:
         try:
             on_all_ranks(self._coordinator, self._doing, finish)
         except CheckpointError:
-            self._give_up()
+            self._abort()
             raise
 
     def commit(self, committed: Callable[[Folder], object] | None) -> SaveHandle:
@@ -148,7 +148,7 @@ class ShardedSave:
                 self._finishing.wait()
         except BaseException:
             self._discard(range(attempt.world_size))
-            attempt.leave()
+            attempt.release()
             raise
         attempt.publish(self._step, self._kept)
 
@@ -168,16 +168,16 @@ class ShardedSave:
         self._kept = {file.path for file in (*manifest.files, manifest.index)}
         self._step = self._attempt.write_manifest(manifest.to_bytes())
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         """Remove what was written; every rank calls this, and nobody writes any more."""
         rank = self._coordinator.rank
         self._discard([rank])
-        with contextlib.suppress(ShardError):  # a rank that does not come may still be at it: what is left stays
+        with contextlib.suppress(ShardError):  # a rank that does not come may still be writing: what is left stays
             self._coordinator.barrier(f"{self._doing}: giving up")
             if rank == 0:
-                self._attempt.leave()
+                self._attempt.release()
 
     def _discard(self, ranks: Iterable[int]) -> None:
-        with contextlib.suppress(Exception):  # whoever gives up raises what made it
+        with contextlib.suppress(Exception):  # the caller raises what made it abort
             self._finishing.wait()
         self._attempt.discard(ranks)

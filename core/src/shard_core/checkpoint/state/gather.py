@@ -21,7 +21,7 @@ _BYTES_AT_ONCE = 1 << 24
 def full_tensors(
     state: TrainingState, coordinator: Coordinator, prefix: str = ""
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream the whole tensors behind a state's shards; every rank iterates to the end.
+    """Stream the whole tensors of a state's shards; every rank iterates to the end.
 
     Args:
         state: Which shards live on this rank.

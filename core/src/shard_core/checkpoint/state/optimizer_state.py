@@ -213,7 +213,7 @@ class OptimizerTensors:
         if not all(isinstance(placement, Replicate) for placement in parameter.placements):
             raise CheckpointError(
                 f"optimizer {self._owner!r} keeps {slot!r} of {name!r} as a plain tensor, and the parameter is divided "
-                "among ranks, so it may be a part or a copy; let the optimizer keep it as a DTensor."
+                "among ranks, so it may be a shard or a copy; let the optimizer keep it as a DTensor."
             )
 
     def _find_module(self, modules: Mapping[str, NamedTensors]) -> str:

@@ -31,7 +31,7 @@ def local_box(tensor: DTensor, key: str) -> Box:
     """
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        raise CheckpointError(f"{key!r} lives on other ranks than this one; every rank must hold a part or a copy.")
+        raise CheckpointError(f"{key!r} lives on other ranks than this one; every rank must hold a shard or a copy.")
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     for axis, dim in _sharded_dims(tensor.placements, key):
         size = -(-sizes[dim] // tensor.device_mesh.size(axis))
@@ -44,7 +44,7 @@ def local_box(tensor: DTensor, key: str) -> Box:
     box = Box(tuple(offsets), tuple(sizes))
     if box.sizes != tuple(local.shape):
         raise CheckpointError(
-            f"{key!r} is laid out as {tensor.placements} in a way that is not understood: this rank's part has shape "
+            f"{key!r} is laid out as {tensor.placements} in a way that is not understood: this rank's shard has shape "
             f"{tuple(local.shape)}, not {box.sizes}."
         )
     return box

@@ -110,11 +110,11 @@ class Folder(abc.ABC):
     as it must be.
 
     Attributes:
-        far: Whether reading costs so much that one rank should read and broadcast.
+        is_remote: Whether reading costs so much that one rank should read and broadcast.
         path: What names it: a path, or a URL.
     """
 
-    far: ClassVar[bool]
+    is_remote: ClassVar[bool]
     path: Path | str
 
     def __str__(self) -> str:

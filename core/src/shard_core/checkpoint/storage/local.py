@@ -32,7 +32,7 @@ class LocalFolder(Folder):
         path: Its path.
     """
 
-    far: ClassVar[bool] = False
+    is_remote: ClassVar[bool] = False
     path: Path
 
     def __str__(self) -> str:

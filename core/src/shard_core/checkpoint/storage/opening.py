@@ -43,11 +43,11 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def named(path: str | os.PathLike[str]) -> Path | str:
+def path_or_url(path: str | os.PathLike[str]) -> Path | str:
     """Return a path as a path, and a URL as it is.
 
     Example:
-        >>> named("memory://run")
+        >>> path_or_url("memory://run")
         'memory://run'
     """
     return path if isinstance(path, str) and is_url(path) else Path(path)

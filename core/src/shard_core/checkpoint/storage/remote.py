@@ -10,7 +10,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shard_core.checkpoint.storage.interface import Folder, Listed, NewFile, StoredFile, check_read
-from shard_core.checkpoint.storage.requests import ObjectRange, asking, beginnings, only_if, ranges, whole_objects
+from shard_core.checkpoint.storage.requests import (
+    ObjectRange,
+    beginnings,
+    ranges,
+    storage_errors,
+    whole_objects,
+    write_condition,
+)
 from shard_core.checkpoint.storage.upload import Upload
 from shard_core.errors import CheckpointCorrupted, CheckpointError, StorageError
 
@@ -34,7 +41,7 @@ class RemoteFolder(Folder):
         key: What the store calls it.
     """
 
-    far: ClassVar[bool] = True
+    is_remote: ClassVar[bool] = True
     path: str
     filesystem: AbstractFileSystem
     key: str
@@ -88,13 +95,13 @@ class RemoteFolder(Folder):
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Return how long objects are."""
         self._invalidate()
-        with asking(self.path):
+        with storage_errors(self.path):
             return list(self.filesystem.sizes([self._key(name) for name in names]))
 
     def touched(self, names: Iterable[str]) -> float:
         """Return when the last of some objects was written, in seconds since 1970; 0 if none is left."""
         last = 0.0
-        with asking(self.path):
+        with storage_errors(self.path):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     last = max(last, self.filesystem.modified(self._key(name)).timestamp())
@@ -162,7 +169,7 @@ class RemoteFolder(Folder):
 
     def write(self, name: str, raw: bytes, *, durable: bool) -> None:  # noqa: ARG002 - stores keep what they accept
         """Write an object at once."""
-        with asking(self.path):
+        with storage_errors(self.path):
             self.filesystem.pipe_file(self._key(name), raw)
 
     def claim(self, name: str, raw: bytes) -> bool:  # noqa: ARG002 - few stores can decide who was first
@@ -193,7 +200,7 @@ class RemoteFolder(Folder):
         there = self._entries()
         keys = [self._key(name) for name in names if name in there]
         if keys:
-            with asking(self.path), contextlib.suppress(FileNotFoundError):
+            with storage_errors(self.path), contextlib.suppress(FileNotFoundError):
                 self.filesystem.rm(keys)
 
     def discard(self, names: Iterable[str]) -> None:
@@ -220,9 +227,9 @@ class RemoteFolder(Folder):
         except StorageError as error:
             raise CheckpointError(str(error)) from error  # nothing was sent
         may_replace(standing)
-        condition = only_if(self.filesystem, info)
+        condition = write_condition(self.filesystem, info)
         try:
-            with asking(self.path):
+            with storage_errors(self.path):
                 self.filesystem.pipe_file(key, raw, **condition)
         except (StorageError, FileNotFoundError):
             standing = self._standing(name)
@@ -251,7 +258,7 @@ class RemoteFolder(Folder):
     def _info(self, key: str) -> Mapping[str, Any] | None:
         # Never `exists()`, which takes a store that cannot be reached for one where nothing is.
         self.filesystem.invalidate_cache(key)
-        with asking(self.path), contextlib.suppress(FileNotFoundError):
+        with storage_errors(self.path), contextlib.suppress(FileNotFoundError):
             info: Mapping[str, Any] = self.filesystem.info(key)
             return info
         return None
@@ -260,7 +267,7 @@ class RemoteFolder(Folder):
         """List what is directly in it; an object with the folder's own name, which some tools make, is none of it."""
         self._invalidate()
         found: list[Mapping[str, Any]] = []
-        with asking(self.path), contextlib.suppress(FileNotFoundError):
+        with storage_errors(self.path), contextlib.suppress(FileNotFoundError):
             found = self.filesystem.ls(self.key, detail=True)
         entries = {}
         for info in found:

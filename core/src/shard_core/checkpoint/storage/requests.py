@@ -32,7 +32,7 @@ class ObjectRange(NamedTuple):
 
 
 @contextlib.contextmanager
-def asking(url: str) -> Iterator[None]:
+def storage_errors(url: str) -> Iterator[None]:
     """Raise every refusal of a store as one kind of error; that something is not there passes as it is.
 
     Args:
@@ -84,7 +84,7 @@ def beginnings(filesystem: AbstractFileSystem, url: str, keys: Sequence[str], mo
     """
     for place in range(0, len(keys), _OBJECTS_AT_ONCE):
         some = list(keys[place : place + _OBJECTS_AT_ONCE])
-        with asking(url):
+        with storage_errors(url):
             answers: list[Any] = filesystem.cat_ranges(some, 0, most, on_error="return")
         for key, answer in zip(some, answers, strict=True):
             if isinstance(answer, bytes):
@@ -93,7 +93,7 @@ def beginnings(filesystem: AbstractFileSystem, url: str, keys: Sequence[str], mo
                 raise StorageError(f"the store of {url!r} did not give {key!r}: {_described(answer)}.") from answer
 
 
-def only_if(filesystem: AbstractFileSystem, info: Mapping[str, Any] | None) -> dict[str, Any]:
+def write_condition(filesystem: AbstractFileSystem, info: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the condition, for ``pipe_file``, that an object has not changed since it was looked at.
 
     Args:
@@ -110,7 +110,7 @@ def only_if(filesystem: AbstractFileSystem, info: Mapping[str, Any] | None) -> d
 
 
 def _answers(filesystem: AbstractFileSystem, url: str, keys: list[str], starts: Any, stops: Any) -> list[bytes]:
-    with asking(url):
+    with storage_errors(url):
         answers: list[Any] = filesystem.cat_ranges(keys, starts, stops, on_error="return")
     for key, answer in zip(keys, answers, strict=True):
         if isinstance(answer, FileNotFoundError):

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.storage.interface import NewFile
-from shard_core.checkpoint.storage.requests import asking
+from shard_core.checkpoint.storage.requests import storage_errors
 from shard_core.errors import StorageError
 
 if TYPE_CHECKING:
@@ -31,17 +31,17 @@ class Upload(NewFile):
         self._url = url
         self._finished = False
         enlarged = 1 + size // (_PART_BYTES * _MOST_PARTS)
-        with asking(url):
+        with storage_errors(url):
             self._file = filesystem.open(key, "wb", block_size=_PART_BYTES * enlarged)
 
     def write(self, data: memoryview) -> None:
         """Append all of some bytes."""
-        with asking(self._url):
+        with storage_errors(self._url):
             self._file.write(data)
 
     def finish(self) -> None:
         """Complete the upload, so that the object appears."""
-        with asking(self._url):
+        with storage_errors(self._url):
             self._file.close()
         self._finished = True
 
@@ -52,7 +52,7 @@ class Upload(NewFile):
         if self._finished:
             return
         # What made it fail was raised before; a store discards parts that are never completed.
-        with contextlib.suppress(StorageError, FileNotFoundError), asking(self._url):
+        with contextlib.suppress(StorageError, FileNotFoundError), storage_errors(self._url):
             self._file.discard()
         if isinstance(self._file, AbstractBufferedFile):
             # Else it would send what it still holds when it is collected, and make an object of it.
