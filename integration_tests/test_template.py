@@ -70,9 +70,7 @@ def test_a_new_backend_of_the_repository_is_found_and_told_of(repository):
     assert "shard-my-own" in succeed(run(repository, sys.executable, "-c", look)).split()
     project = tomllib.loads((repository / "packages" / "shard-my-own" / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["shard.strategies"] == {"my_own": "shard_my_own.plugin"}
-    row = (
-        "| `my_own` | shard-my-own | a whole copy of the model on every rank, gradients averaged after each backward |"
-    )
+    row = "| `my_own` | shard-my-own | to fill in: what it does, in one line |"
     index = (repository / "docs" / "backends" / "index.md").read_text()
     for page in ((repository / "README.md").read_text(), index):
         assert f"|\n{row}\n\n" in page
@@ -81,6 +79,15 @@ def test_a_new_backend_of_the_repository_is_found_and_told_of(repository):
     again = new(repository, "my_own")
     assert again.returncode == 1
     assert again.stderr == "'my_own' is taken: shard-my-own has a strategy of that name; choose another.\n"
+
+
+def test_what_is_made_leaves_open_what_it_does(repository):
+    succeed(new(repository, "my_own"))
+    made = repository / "packages" / "shard-my-own"
+    open_ones = (made / "README.md", made / "src/shard_my_own/plugin.py", repository / "docs/backends/my_own.md")
+    assert [file.name for file in open_ones if "to fill in: " not in file.read_text().lower()] == []
+    others = (made / "pyproject.toml", made / "CHANGELOG.md", made / "src/shard_my_own/__init__.py")
+    assert [file.name for file in (*open_ones, *others) if "averag" in file.read_text()] == []
 
 
 def test_nothing_of_the_template_is_left(repository):

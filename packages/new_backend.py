@@ -27,7 +27,8 @@ Made {folder}: the strategy {name!r}, complete, and green as it is. See it keep 
   {check}
 
 Then make it yours: the engine is in src/{package}/strategy.py, what it can do is declared in plugin.py, and its
-options are in config.py. docs/tutorials/write-a-backend.md goes through the engine piece by piece."""
+options are in config.py. Say what it does where "to fill in" stands, in its texts and in the lists of backends.
+docs/tutorials/write-a-backend.md goes through the engine piece by piece."""
 INSIDE = 'python3 noxfile.py -s "conformance({dist})"'
 OUTSIDE = """\
 pip install -e {core} -e "{folder}[testing]"
@@ -43,7 +44,7 @@ def make(name: str, home: Path | None = None) -> Path:
 
     Args:
         name: The word users will type.
-        home: The folder to put the package into; by default this repository, whose pages then tell of it.
+        home: The folder to put the package into; by default this repository, whose pages then list it.
 
     Returns:
         The package's folder.
@@ -61,13 +62,13 @@ def make(name: str, home: Path | None = None) -> Path:
             file.write_text(rename(file.read_text(), name))
         file.rename(file.with_name(rename(file.name, name)))
     if home is None:
-        tell_of(name, folder)
+        list_in_pages(name, folder)
     (folder / PAGE).unlink(missing_ok=True)
     return folder
 
 
 def check(name: str) -> None:
-    """Refuse a name that is no name, or that somebody has.
+    """Check that a name can be a strategy's and that nobody has it.
 
     Args:
         name: The word users will type.
@@ -89,7 +90,7 @@ def check(name: str) -> None:
 
 
 def rename(text: str, name: str) -> str:
-    """Put a name wherever the template has its own.
+    """Replace the template's name by another, wherever it stands.
 
     Args:
         text: A file's text or name.
@@ -108,8 +109,8 @@ def rename(text: str, name: str) -> str:
     return _IMPORTS.sub(lambda match: "".join(sorted(match[0].splitlines(keepends=True), key=_module)), text)
 
 
-def tell_of(name: str, folder: Path) -> None:
-    """Give a backend of this repository its page and its rows in the lists of backends.
+def list_in_pages(name: str, folder: Path) -> None:
+    """Write the page of a backend of this repository, and its rows in the lists of backends.
 
     Args:
         name: Its strategy.
@@ -127,19 +128,19 @@ def tell_of(name: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Read the command line, make the backend and say what to do next."""
+    """Read the command line, make the backend and print what to do next."""
     parser = argparse.ArgumentParser(prog="python3 noxfile.py -s new --", description=__doc__)
     parser.add_argument("name", help="the word users will type, e.g. mirror")
     parser.add_argument("--to", type=Path, metavar="DIR", help="put the package into DIR, not into this repository")
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        folder = make(told.name, told.to and told.to.resolve())
+        folder = make(arguments.name, arguments.to and arguments.to.resolve())
     except Refusal as refusal:
         sys.exit(str(refusal))
-    place = folder.relative_to(ROOT) if told.to is None else folder
-    checks = (INSIDE if told.to is None else OUTSIDE).format(dist=folder.name, folder=place, core=ROOT / "core")
-    package = rename("shard_template", told.name)
-    print(NEXT.format(folder=place, name=told.name, package=package, check=checks))
+    place = folder.relative_to(ROOT) if arguments.to is None else folder
+    checks = (INSIDE if arguments.to is None else OUTSIDE).format(dist=folder.name, folder=place, core=ROOT / "core")
+    package = rename("shard_template", arguments.name)
+    print(NEXT.format(folder=place, name=arguments.name, package=package, check=checks))
 
 
 def _module(line: str) -> str:

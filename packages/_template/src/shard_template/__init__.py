@@ -1,4 +1,4 @@
-"""Shard's strategy ``template``: a whole copy on every rank, gradients averaged after each backward."""
+"""The strategy ``template``, a backend of Shard."""
 
 from __future__ import annotations
 

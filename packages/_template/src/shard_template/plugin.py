@@ -7,7 +7,7 @@ from shard_template.config import TemplateConfig
 
 TEMPLATE = StrategyInfo(
     name="template",
-    summary="a whole copy of the model on every rank, gradients averaged after each backward",
+    summary="to fill in: what it does, in one line",
     factory="shard_template.strategy:TemplateStrategy",
     # What is not declared, core refuses: a call that asks for it raises MissingCapability.
     capabilities=frozenset(Capability) - {Capability.META_INIT, Capability.CPU_OFFLOAD},

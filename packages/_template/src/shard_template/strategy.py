@@ -34,7 +34,7 @@ class TemplateStrategy(TorchEngine, Strategy):
     _averaged: weakref.WeakKeyDictionary[torch.nn.Module, bool]
 
     def engine_collectives(self, name: str | None) -> Collectives:
-        """Talk through a process group."""
+        """Build collectives over a process group."""
         if name not in (None, "process_group"):
             raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'process_group'.")
         return ProcessGroupCollectives(
@@ -42,7 +42,7 @@ class TemplateStrategy(TorchEngine, Strategy):
         )
 
     def engine_mesh(self) -> DeviceMesh | None:
-        """Need no mesh: every rank sees its own data."""
+        """Return no mesh: every rank sees its own data."""
         # Made on the rank it serves: weak references cannot travel there with the strategy.
         self._averaged = weakref.WeakKeyDictionary()
         return None
@@ -64,7 +64,7 @@ class TemplateStrategy(TorchEngine, Strategy):
 
     @contextlib.contextmanager
     def engine_no_sync(self, module: torch.nn.Module) -> Iterator[None]:
-        """Let gradients add up on this rank; the next backward outside averages their sum."""
+        """Sum gradients on this rank; the next backward outside averages their sum."""
         self._averaged[module] = False
         try:
             yield
