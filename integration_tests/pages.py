@@ -81,9 +81,9 @@ class Page:
 
 
 def pages() -> list[Page]:
-    """List all pages: those of the documentation and the packages' front pages."""
+    """List all pages: those of the documentation, the repository's own and the packages' front pages."""
     documentation = [file for file in (ROOT / "docs").rglob("*.md") if "_build" not in file.parts]
-    front = [ROOT / "README.md", ROOT / "core" / "README.md", *ROOT.glob("packages/*/README.md")]
+    front = [*ROOT.glob("*.md"), ROOT / "core" / "README.md", *ROOT.glob("packages/*/README.md")]
     return [Page(path) for path in sorted([*documentation, *front])]
 
 
