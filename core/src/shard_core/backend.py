@@ -16,14 +16,12 @@ from shard_core.checkpoint.state.shard import FlatPart, TensorShard, shards_of_r
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.checkpoint.state.training_state import KeySpace, Slot, TrainingState
 from shard_core.collectives.interface import Collectives
-from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device
+from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device, translate_torch_errors
 from shard_core.collectives.single import SingleCollectives
-from shard_core.collectives.torch_errors import translate_torch_errors
 from shard_core.coordinator import Coordinator
 from shard_core.fully_shard.entry_methods import EntryMethods
 from shard_core.fully_shard.sharder import FullySharder
-from shard_core.fully_shard.ties import groups_that_part
-from shard_core.fully_shard.units import Unit, find_blocks, find_units, unit_sizes, with_chosen
+from shard_core.fully_shard.units import Unit, find_blocks, find_units, groups_that_part, unit_sizes, with_chosen
 from shard_core.gradients import (
     LocalGradient,
     all_finite,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 from datetime import timedelta
@@ -18,11 +19,10 @@ from shard_core.collectives.messages import pack, pack_object, raise_refusal, un
 from shard_core.collectives.roll_call import RollCall, shared_store
 from shard_core.collectives.shutdown import close_process_group, settle_at_exit
 from shard_core.collectives.store_exchange import StoreExchange
-from shard_core.collectives.torch_errors import translate_torch_errors
 from shard_core.errors import CollectiveError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch.autograd.function import FunctionCtx
@@ -214,6 +214,26 @@ def _check_backend(backend: str) -> None:
             there = [known for known in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(known)]
             hint = nearest(name, there) or ";"
             raise CollectiveError(f"torch has no process group backend {name!r} here{hint} it has: {', '.join(there)}.")
+
+
+@contextlib.contextmanager
+def translate_torch_errors(what: str) -> Iterator[None]:
+    """Translate what torch raises in messages between ranks, and nothing else is sent there: it is about another rank.
+
+    Args:
+        what: The kind of message, such as "a reduction".
+
+    Raises:
+        CollectiveError: If the message failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).split("\n", 1)[0].rstrip(".")
+        raise CollectiveError(
+            f"rank {dist.get_rank()} waited in {what} in vain: {reason}; a rank that has died or left tells why in its "
+            "own output."
+        ) from error
 
 
 def carrying_device(device: torch.device, group: Any, own: torch.device) -> torch.device:

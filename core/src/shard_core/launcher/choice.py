@@ -1,14 +1,15 @@
-"""Which launcher brings up the ranks that were asked for."""
+"""Which launcher brings up the ranks that were asked for: torch's agent, or none where this process is one already."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from shard_core.launcher.current import CurrentProcessLauncher
 from shard_core.launcher.elastic import ElasticLauncher
+from shard_core.launcher.interface import Launcher
 
 if TYPE_CHECKING:
-    from shard_core.launcher.interface import Launcher, ProcessInfo
+    from shard_core.launcher.interface import ProcessInfo
 
 
 def choose_launcher(devices: int, process: ProcessInfo | None) -> Launcher:
@@ -28,3 +29,24 @@ def choose_launcher(devices: int, process: ProcessInfo | None) -> Launcher:
     if process is not None or devices == 1:
         return CurrentProcessLauncher()
     return ElasticLauncher(num_processes=devices)
+
+
+class CurrentProcessLauncher(Launcher):
+    """Calls the function here: in one of the ranks that exist, or in a world of one.
+
+    Example:
+        >>> CurrentProcessLauncher().launch(max, 1, 3)
+        3
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function(*args)`` and return its result; nothing needs to travel.
+
+        Args:
+            function: Any callable.
+            args: Its arguments.
+
+        Returns:
+            What this process's call returned.
+        """
+        return function(*args)

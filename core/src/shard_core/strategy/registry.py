@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
     from shard_core.parameters import ParameterNames
     from shard_core.strategy.accumulation import Accumulation
-    from shard_core.strategy.forward import ForwardPrecision
-    from shard_core.strategy.forward_only import ForwardOnly
-    from shard_core.strategy.partial_state import PartialStateDict
-    from shard_core.strategy.pretrained import PretrainedSaves
+    from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
+    from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

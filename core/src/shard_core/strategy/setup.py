@@ -17,11 +17,9 @@ from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.randomness import part_ways, shared_generator
 from shard_core.strategy.accumulation import Accumulation
-from shard_core.strategy.forward import ForwardPrecision
-from shard_core.strategy.forward_only import ForwardOnly
+from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
 from shard_core.strategy.lifecycle import StrategyLifecycle
-from shard_core.strategy.partial_state import PartialStateDict
-from shard_core.strategy.pretrained import PretrainedSaves
+from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 from shard_core.strategy.registry import SetUpModule
 
 T = TypeVar("T")
