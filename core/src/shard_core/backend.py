@@ -37,7 +37,7 @@ from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, is_recorded, record
 from shard_core.launcher.interface import Launcher, ProcessInfo
 from shard_core.mesh import DataRanks
-from shard_core.optim.kernels import stepping_fast
+from shard_core.optim.kernels import fast_step
 from shard_core.optim.local_step import local_step
 from shard_core.parameters import ParameterNames, laid_out_like, local_part, plain_name
 from shard_core.precision.dtypes import check_module, convert_input, convert_module, dtype_named
@@ -114,7 +114,7 @@ __all__ = [
     "scale",
     "send_values",
     "shards_of_range",
-    "stepping_fast",
+    "fast_step",
     "total_norm",
     "translate_torch_errors",
     "unit_sizes",

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    _Lines = tuple[tuple[tuple[int, ...], ...], timedelta | None]
+    _Subgroups = tuple[tuple[tuple[int, ...], ...], timedelta | None]
 
 #: The groups of ranks that were made, for each world: which ranks stand in line, and how long they wait.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Lines, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Subgroups, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 DATA_AXIS: Final = "data_parallel"
 """The axis whose ranks see different data; ranks that differ along other axes see the same."""
@@ -171,12 +171,12 @@ def arranged(
 
     if ranks.dim() == 1:
         return DeviceMesh(device_type, ranks, mesh_dim_names=names)
-    lines = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ranks.shape)]
-    groups = [_group(each, timeout) for each in lines]
+    subgroups = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ranks.shape)]
+    groups = [_group(each, timeout) for each in subgroups]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
-def _group(lines: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+def _group(subgroups: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
     """Give this rank's group of those along one axis; one that was made before serves again.
 
     A group has threads and sockets and could not be left: torch remembers layouts, and with them the groups of meshes
@@ -187,9 +187,9 @@ def _group(lines: list[list[int]], timeout: timedelta | None) -> dist.ProcessGro
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})
-    key = tuple(map(tuple, lines)), timeout
+    key = tuple(map(tuple, subgroups)), timeout
     if key not in made:
-        made[key], _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+        made[key], _ = dist.new_subgroups_by_enumeration(subgroups, timeout=timeout)
     return made[key]
 
 

@@ -71,7 +71,7 @@ def shared_generator(coordinator: Coordinator) -> Iterator[None]:
         torch.set_rng_state(own)
 
 
-def part_ways(data_rank: int) -> None:
+def seed_data_rank(data_rank: int) -> None:
     """Give this data-parallel rank a stream of random numbers of its own, for dropout and the like.
 
     The first rank's stream goes on as in a single process.

@@ -203,7 +203,7 @@ def test_no_rank_outlives_its_launcher(number, status, tmp_path):
 
 
 def test_ranks_that_part_are_spoken_of(caplog, monkeypatch):
-    monkeypatch.setattr(watch, "_APART_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "_STRAGGLER_SECONDS", 1.0)
     assert ElasticLauncher(num_processes=2).launch(part) == 0
     (message,) = [record.getMessage() for record in caplog.records if record.name == "shard_core.launcher.watch"]
     assert message.startswith("rank 1 finished ")

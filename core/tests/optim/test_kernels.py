@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
-from shard_core.optim.kernels import KERNELS, fastest_kernel, inside_step, stepping_fast, torchs_own
+from shard_core.optim.kernels import KERNELS, fast_step, fastest_kernel, inside_step, is_torch_step
 
 CPU = torch.device("cpu")
 
@@ -58,8 +58,8 @@ class Noting(optim.SGD):
 
 
 def test_an_overridden_step_is_not_torchs_own() -> None:
-    assert torchs_own(optim.SGD(parameters()))
-    assert not torchs_own(Noting(parameters()))
+    assert is_torch_step(optim.SGD(parameters()))
+    assert not is_torch_step(Noting(parameters()))
 
 
 def test_no_hook_sees_what_is_prepared() -> None:
@@ -95,7 +95,7 @@ def test_a_step_is_fast_and_leaves_no_trace() -> None:
         for each in (optimizer, plain):
             for parameter in each.param_groups[0]["params"]:
                 parameter.grad = parameter.detach().clone()
-        with stepping_fast(optimizer, CPU), Operations() as operations:
+        with fast_step(optimizer, CPU), Operations() as operations:
             optimizer.step()
         plain.step()
         assert "_fused_adamw_" in operations.names
@@ -115,7 +115,7 @@ def test_counters_that_others_have_made_go_on() -> None:
         optimizer.step()
     finally:
         torch.set_default_dtype(torch.float32)
-    with stepping_fast(optimizer, CPU):
+    with fast_step(optimizer, CPU):
         optimizer.step()
     assert [state["step"].item() for state in optimizer.state.values()] == [2, 2]
 
@@ -125,7 +125,7 @@ def test_what_is_ruled_out_steps_as_ever(make: Any) -> None:
     optimizer = make()
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
-    with stepping_fast(optimizer, CPU), Operations() as operations:
+    with fast_step(optimizer, CPU), Operations() as operations:
         optimizer.step()
     assert not any("fused" in name for name in operations.names)
 
@@ -135,10 +135,10 @@ def test_groups_added_later_are_asked_too() -> None:
     optimizer = optim.AdamW([first])
     for parameter in (first, second):
         parameter.grad = torch.ones_like(parameter)
-    with stepping_fast(optimizer, CPU):
+    with fast_step(optimizer, CPU):
         optimizer.step()
     optimizer.add_param_group({"params": [second], "foreach": True})
-    with stepping_fast(optimizer, CPU), Operations() as operations:
+    with fast_step(optimizer, CPU), Operations() as operations:
         optimizer.step()
     assert not any("fused" in name for name in operations.names)
 
@@ -150,7 +150,7 @@ def test_a_gradient_that_comes_late_is_stepped_as_torch_does(momentum: float) ->
         for each in (ours, plain):
             first, second = each.param_groups[0]["params"]
             first.grad, second.grad = torch.ones_like(first), None if late else torch.ones_like(second)
-        with stepping_fast(ours, CPU):
+        with fast_step(ours, CPU):
             ours.step()
         plain.step()
         assert ours.param_groups[0]["fused"] is None

@@ -129,9 +129,9 @@ def meet(store: dist.Store, rank: int, world_size: int, secret: bytes | None, ro
     roll_call.answer("the start")
     if rank == 0:
         _put(store, "session", hello.sign(serialize(_numbers(store, hello, world_size)), "session"))
-    said = store.get("session")
+    signed = store.get("session")
     roll_call.answer("the session's start")  # who raises below may serve the store, and others have read it by now
-    numbers = deserialize(hello.verify(said, "session"))
+    numbers = deserialize(hello.verify(signed, "session"))
     if isinstance(numbers, str):
         raise CollectiveError(numbers)
     if not isinstance(numbers, list) or len(numbers) != world_size or numbers[rank] != mine:
@@ -154,8 +154,8 @@ def _numbers(store: dist.Store, hello: Authenticator, world_size: int) -> list[b
     numbers, strangers = [], []
     for rank in range(world_size):
         try:
-            said = hello.verify(store.get(f"hello/{rank}"), f"hello of rank {rank} of {world_size}")
-            numbers.append(bytes(said))
+            signed = hello.verify(store.get(f"hello/{rank}"), f"hello of rank {rank} of {world_size}")
+            numbers.append(bytes(signed))
         except CollectiveError:
             strangers.append(f"rank {rank}")
     if not strangers:

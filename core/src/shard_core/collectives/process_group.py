@@ -64,8 +64,8 @@ class ProcessGroupCollectives(Collectives):
         self._owns_group = False
         self._store: dist.Store | None = None
         self._roll_call: RollCall | None = None
-        self._behind: dist.Store | None = None
-        self._lines = itertools.count()
+        self._side_store: dist.Store | None = None
+        self._side_channels = itertools.count()
         self._authenticator = Authenticator()
         self._messages = itertools.count()
 
@@ -91,12 +91,12 @@ class ProcessGroupCollectives(Collectives):
             settle_at_exit()
             # Each strategy on a group that outlives it calls its own roll.
             name = bytes(broadcast_bytes(secrets.token_bytes(16), 0, self._message_device)).hex()
-            self._meet_at(dist.PrefixStore(f"shard/{name}", default_store()), rank, world_size)
+            self._set_store(dist.PrefixStore(f"shard/{name}", default_store()), rank, world_size)
             return
         backend = self._backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         _check_backend(backend)
         store = dist.HashStore() if world_size == 1 else shared_store(rank, world_size, self._guard_timeout)
-        self._meet_at(store, rank, world_size)
+        self._set_store(store, rank, world_size)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -107,9 +107,9 @@ class ProcessGroupCollectives(Collectives):
         self._owns_group = True
         settle_at_exit()
 
-    def _meet_at(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def _set_store(self, store: dist.Store, rank: int, world_size: int) -> None:
         secret = read_secret()
-        self._store, self._lines, self._messages = store, itertools.count(), itertools.count()
+        self._store, self._side_channels, self._messages = store, itertools.count(), itertools.count()
         self._roll_call = RollCall(store, rank, world_size, self._guard_timeout)
         meeting = dist.PrefixStore("meeting", store)
         self._authenticator = meet(meeting, rank, world_size, secret, self._roll_call)
@@ -187,16 +187,16 @@ class ProcessGroupCollectives(Collectives):
         """Talk through the store the ranks met at, over another connection: one client serves one thread at a time."""
         if self._store is None:
             raise _not_connected()
-        self._behind = self._behind or self._store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
-        name = f"side_channel/{next(self._lines)}"
-        line = dist.PrefixStore(name, self._behind)
+        self._side_store = self._side_store or self._store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        name = f"side_channel/{next(self._side_channels)}"
+        channel = dist.PrefixStore(name, self._side_store)
         return StoreExchange(
-            line, self.rank, self.world_size, self._guard_timeout, authenticator=self._authenticator, name=name
+            channel, self.rank, self.world_size, self._guard_timeout, authenticator=self._authenticator, name=name
         )
 
     def close(self) -> None:
         """Destroy the process group if ``connect`` made it."""
-        self._store = self._roll_call = self._behind = None
+        self._store = self._roll_call = self._side_store = None
         if self._owns_group:
             self._owns_group = False
             close_process_group()

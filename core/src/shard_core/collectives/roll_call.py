@@ -105,9 +105,9 @@ def lost_store(rank: int) -> MissingRank:
     )
 
 
-def _text(said: bytes) -> str:
+def _text(value: bytes) -> str:
     """Return what a key holds; whoever else reaches the store can have put anything there."""
-    return said.decode(errors="replace")
+    return value.decode(errors="replace")
 
 
 def shared_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -100,11 +100,11 @@ class StoreExchange:
             self._put(mine, pack(value))
             if self._rank == 0:
                 self._put(answer, serialize(self._collected()))
-            said = self._fetched({0: answer})[0]
+            signed = self._fetched({0: answer})[0]
             self._store.delete_key(mine)
         except dist.DistError as error:
             raise lost_store(self._rank) from error
-        match deserialize(self._authenticator.verify(said, self._context(answer))):
+        match deserialize(self._authenticator.verify(signed, self._context(answer))):
             case "missing", str(sentence):
                 raise MissingRank(sentence)
             case "refused", str(sentence):

@@ -79,7 +79,7 @@ def order_of(
     """
     sampler = loader.sampler
     if _has_own_batches(loader):
-        return _told_by_rank_0("batch sampler", loader.batch_sampler, seed, coordinator)
+        return _from_rank_0("batch sampler", loader.batch_sampler, seed, coordinator)
     if type(sampler) is SequentialSampler:
         return _sequential(len(sampler), seed)
     if type(sampler) is RandomSampler:
@@ -98,7 +98,7 @@ def order_of(
             f"the loader's {type(sampler).__name__} deals samples out to ranks itself; hand process_dataloader "
             "a sampler over all the data, it gives each rank its share."
         )
-    return _told_by_rank_0("sampler", sampler, seed, coordinator)
+    return _from_rank_0("sampler", sampler, seed, coordinator)
 
 
 def shuffled(size: int, count: int, *, seed: int, epoch: int, replacement: bool = False) -> torch.Tensor:
@@ -159,7 +159,7 @@ def _distributed(sampler: DistributedSampler[Any], rank: int, world_size: int) -
     )
 
 
-def _told_by_rank_0(kind: str, sampler: Any, seed: int, coordinator: Collectives) -> Order:
+def _from_rank_0(kind: str, sampler: Any, seed: int, coordinator: Collectives) -> Order:
     """Take rank 0's word: nothing says that the user's own sampler gives every rank the same."""
     try:
         count = len(sampler)
@@ -170,8 +170,8 @@ def _told_by_rank_0(kind: str, sampler: Any, seed: int, coordinator: Collectives
         ) from error
 
     def items(seed: int, epoch: int) -> list[Any]:
-        told = _listed(sampler, seed, epoch) if coordinator.rank == 0 else []
-        return coordinator.broadcast_any(told)  # what a user's sampler gives may be of any class
+        listed = _listed(sampler, seed, epoch) if coordinator.rank == 0 else []
+        return coordinator.broadcast_any(listed)  # what a user's sampler gives may be of any class
 
     return Order(kind=kind, seed=seed, count=count, items=items)
 

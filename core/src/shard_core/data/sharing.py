@@ -25,22 +25,22 @@ _CHOICE = (
 )
 
 
-def agreed(mine: Mapping[str, Any], word: T, coordinator: Coordinator) -> T:
+def agreed(mine: Mapping[str, Any], extra: T, coordinator: Coordinator) -> T:
     """Check that all ranks were given the same data.
 
     Args:
         mine: What must be alike, by name.
-        word: What need not be.
+        extra: What need not be.
         coordinator: What all ranks agree through.
 
     Returns:
-        Rank 0's word.
+        Rank 0's extra value.
 
     Raises:
         InvalidOption: If they were not; names the first difference.
     """
-    facts = coordinator.gather_objects((dict(mine), word))
-    first, word = facts[0]
+    facts = coordinator.gather_objects((dict(mine), extra))
+    first, extra = facts[0]
     for rank, (theirs, _) in enumerate(facts):
         for name, value in theirs.items():
             if value != first.get(name):
@@ -48,7 +48,7 @@ def agreed(mine: Mapping[str, Any], word: T, coordinator: Coordinator) -> T:
                     f"ranks were given different data: {name} is {value!r} on rank {rank} and {first.get(name)!r} on "
                     "rank 0; build the same loader over all the data on every rank."
                 )
-    return word
+    return extra
 
 
 def shards_itself(loader: DataLoader[Any]) -> bool:

@@ -30,7 +30,7 @@ class DeferredSync:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.deferred = False
-        self._keeping: set[str] = set()
+        self._pending: set[str] = set()
         for unit in units:
             for module in unit.modules:
                 module.register_forward_pre_hook(self._note(unit.names[0]))
@@ -41,9 +41,9 @@ class DeferredSync:
         Raises:
             SetupError: If a unit ran while gradients were kept back, and not since.
         """
-        if not self.deferred and self._keeping:
-            name = min(self._keeping)
-            self._keeping.clear()
+        if not self.deferred and self._pending:
+            name = min(self._pending)
+            self._pending.clear()
             raise SetupError(
                 f"{name!r} ran in a micro-batch whose gradients were kept back, but not in the last one, which sends "
                 "them; pass defer_sync='all', or leave no_backward_sync out."
@@ -53,7 +53,7 @@ class DeferredSync:
         def note(module: nn.Module, args: Any) -> None:
             del module, args
             if torch.is_grad_enabled():
-                (self._keeping.add if self.deferred else self._keeping.discard)(name)
+                (self._pending.add if self.deferred else self._pending.discard)(name)
 
         return note
 

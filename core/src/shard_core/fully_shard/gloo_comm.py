@@ -35,7 +35,7 @@ def is_gloo(mesh: DeviceMesh) -> bool:
     return mesh.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
-def use_gloo_well(module: FSDPModule) -> None:
+def use_gloo_comm(module: FSDPModule) -> None:
     """Let a module that was sharded gather its parameters and reduce its gradients with less traffic.
 
     Args:
@@ -48,7 +48,7 @@ def use_gloo_well(module: FSDPModule) -> None:
     module.set_custom_reduce_scatter(scatter)
 
 
-class _OnTheHeap:
+class _HeapAllocator:
     """Takes staging memory where torch does."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -62,7 +62,7 @@ class _OnTheHeap:
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class InPlaceGather(_OnTheHeap):
+class InPlaceGather(_HeapAllocator):
     """An all-gather in which each rank's shard arrives where it belongs."""
 
     def __call__(
@@ -92,7 +92,7 @@ class InPlaceGather(_OnTheHeap):
         return None
 
 
-class PairwiseScatter(_OnTheHeap):
+class PairwiseScatter(_HeapAllocator):
     """A reduce-scatter in which each rank sends the others their parts and adds up what it is sent."""
 
     def __call__(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
-from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_well
+from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
 from shard_core.fully_shard.units import Unit, num_bytes
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
@@ -75,8 +75,8 @@ class FullySharder:
         several = mesh.ndim == 2 and mesh.size(0) > 1
         self._deferred = deferred or ("all_reduce" if several else "all")
         self._replicas: weakref.WeakKeyDictionary[torch.nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
-        self._kept: weakref.WeakKeyDictionary[torch.nn.Module, DeferredSync] = weakref.WeakKeyDictionary()
-        self._out_of_sight: weakref.WeakKeyDictionary[torch.nn.Module, DeferredGradients] = weakref.WeakKeyDictionary()
+        self._syncs: weakref.WeakKeyDictionary[torch.nn.Module, DeferredSync] = weakref.WeakKeyDictionary()
+        self._gradients: weakref.WeakKeyDictionary[torch.nn.Module, DeferredGradients] = weakref.WeakKeyDictionary()
         self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._recording: Recording | None = None
         self._leaves_parameters = False
@@ -134,21 +134,21 @@ class FullySharder:
         units = self._units(module)
         self._shard(module, units, kept)
         values.allocate(device, parameters=torch.device("cpu") if self._offloads else device)
-        for parameter in _whole(module, kept):
+        for parameter in _unsharded(module, kept):
             parameter.data = parameter.data.to(device)
-        values.set_aside(optimizers)
+        values.pop_optimizer_state(optimizers)
         names.repoint(optimizers, module)
         values.fill(parameters=not self._leaves_parameters)
         if self._leaves_parameters:
             self._refuse_unset(module)
-        self._replicas[module] = AveragedGradients(_whole(module, kept))
+        self._replicas[module] = AveragedGradients(_unsharded(module, kept))
         if self._deferred == "all_reduce":
-            self._kept[module] = DeferredSync(units)
+            self._syncs[module] = DeferredSync(units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
-        self._out_of_sight[module] = DeferredGradients(shards)
+        self._gradients[module] = DeferredGradients(shards)
         EntryMethods(module, units)
         NoInferenceMode(module)
-        module.register_load_state_dict_pre_hook(_take_whole_tensors)
+        module.register_load_state_dict_pre_hook(_shard_full_tensors)
         return units
 
     @contextlib.contextmanager
@@ -163,17 +163,17 @@ class FullySharder:
             return
         assert isinstance(module, FSDPModule)
         send = module.set_requires_gradient_sync if self._deferred == "all" else module.set_requires_all_reduce
-        keepers = [each[module] for each in (self._replicas, self._kept) if module in each]
+        holders = [each[module] for each in (self._replicas, self._syncs) if module in each]
         send(False)
         self._deferring.add(module)
-        for each in keepers:
+        for each in holders:
             each.deferred = True
         try:
             yield
         finally:
             send(True)
             self._deferring.discard(module)
-            for each in keepers:
+            for each in holders:
                 each.deferred = False
 
     @contextlib.contextmanager
@@ -187,13 +187,13 @@ class FullySharder:
             SetupError: If a unit ran in an earlier micro-batch and not in this one, or if gradients were thrown away
                 that wait for this one.
         """
-        for each in self._out_of_sight.values():  # the loss may have come through several modules
+        for each in self._gradients.values():  # the loss may have come through several modules
             each.take_back()
         yield
         for deferring in self._deferring:
-            self._out_of_sight[deferring].show()
-        if module in self._kept:
-            self._kept[module].check_sent()
+            self._gradients[deferring].show()
+        if module in self._syncs:
+            self._syncs[module].check_sent()
 
     def reshard(self) -> None:
         """Let all modules show their shards, which are about to be read or changed."""
@@ -211,7 +211,7 @@ class FullySharder:
             reshard_after_forward=self._reshard_after_forward,
             mp_policy=self._mixed_precision,
             offload_policy=self._offload,
-            ignored_params=set(_whole(module, kept)),
+            ignored_params=set(_unsharded(module, kept)),
         )
         for unit in units:
             shard(list(unit.modules))
@@ -219,8 +219,8 @@ class FullySharder:
         if is_gloo(self._mesh):
             for part in module.modules():
                 if isinstance(part, FSDPModule):
-                    use_gloo_well(part)
-        _tell(module, units, self._mesh)
+                    use_gloo_comm(part)
+        _log_units(module, units, self._mesh)
 
     def _refuse_unset(self, module: torch.nn.Module) -> None:
         """Let the first forward make sure that a checkpoint has filled every parameter."""
@@ -239,7 +239,7 @@ class FullySharder:
         handle = module.register_forward_pre_hook(check, prepend=True)
 
 
-def _take_whole_tensors(
+def _shard_full_tensors(
     module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *others: object
 ) -> None:
     """Let ``load_state_dict`` take what other processes have saved whole, which torch would not mix with shards."""
@@ -251,18 +251,18 @@ def _take_whole_tensors(
             state_dict[key] = laid_out_like(parameter, state_dict[key])
 
 
-def _whole(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:
+def _unsharded(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:
     """List the parameters that are not sharded: those asked for, and those without a dimension or element to shard."""
     return [p for name, p in module.named_parameters() if p.dim() == 0 or p.numel() == 0 or plain_name(name) in kept]
 
 
-def _tell(module: torch.nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
+def _log_units(module: torch.nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
     """Log what was sharded together."""
-    total, told = num_bytes(module), 0
+    total, logged = num_bytes(module), 0
     for number, unit in enumerate(units):
         # A unit does not hold what units inside it hold.
         upto = num_bytes(*(part for each in units[: number + 1] for part in each.modules))
-        log.info("unit %s: %.1f MiB", ", ".join(unit.names), (upto - told) / 2**20)
-        told = upto
+        log.info("unit %s: %.1f MiB", ", ".join(unit.names), (upto - logged) / 2**20)
+        logged = upto
     ranks = " x ".join(map(str, mesh.shape))
-    log.info("root unit: %.1f of %.1f MiB, over %s ranks", (total - told) / 2**20, total / 2**20, ranks)
+    log.info("root unit: %.1f of %.1f MiB, over %s ranks", (total - logged) / 2**20, total / 2**20, ranks)

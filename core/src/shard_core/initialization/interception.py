@@ -35,7 +35,7 @@ class Interception(FakeTensorMode):
         self.owner = owner
         self.tape = Tape()
         self._inside = False
-        self._told = False
+        self._warned = False
 
     def __deepcopy__(self, memo: Any) -> Interception:
         """Stay what it is when a tensor that refers to it is copied."""
@@ -56,7 +56,7 @@ class Interception(FakeTensorMode):
             if not any(self.is_our_fake(tensor) for tensor in written or tensors):
                 with (written or others)[0].fake_mode:
                     return func(*args, **kwargs)
-            args, kwargs = transformed(args, self._settled), transformed(kwargs, self._settled)
+            args, kwargs = transformed(args, self._resolved), transformed(kwargs, self._resolved)
         elif tensors and not any(self.is_our_fake(tensor) for tensor in tensors) and not begins_recording(func):
             return func(*args, **kwargs)
         return self._record(func, types, args, kwargs)
@@ -123,8 +123,8 @@ class Interception(FakeTensorMode):
 
     def _evaluated(self, tensors: Iterable[torch.Tensor], reader: object) -> dict[Any, torch.UntypedStorage]:
         storages, drawn = evaluate({self.tape.value(tensor, reader) for tensor in tensors})
-        if drawn and not self._told:
-            self._told = True
+        if drawn and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"{_constructor()} looks at random values while it is built without them ({reader}): the numbers"
                 " drawn so far are drawn now and again at setup, so building takes about twice as long",
@@ -138,7 +138,7 @@ class Interception(FakeTensorMode):
         with self:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
-    def _settled(self, leaf: Any) -> Any:
+    def _resolved(self, leaf: Any) -> Any:
         """Give the values of a tensor of another recording."""
         if not intercepted(leaf) or self.is_our_fake(leaf):
             return leaf
@@ -158,7 +158,7 @@ class Values(TorchFunctionMode):
     its address.
     """
 
-    _QUESTIONS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
+    _READERS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
     _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs take it for a tensor
 
     def __torch_function__(
@@ -176,7 +176,7 @@ class Values(TorchFunctionMode):
             value = args[1].fake_mode.value_of(args[1], "torch.Tensor.data")
             with unset_fake_temporarily():
                 return func(args[0], value)
-        if func not in self._QUESTIONS or not intercepted(args[0]):
+        if func not in self._READERS or not intercepted(args[0]):
             return func(*args, **(kwargs or {}))
         assert isinstance(args[0].fake_mode, Interception)
         value = args[0].fake_mode.value_of(args[0], f"torch.Tensor.{func.__name__}")

@@ -19,7 +19,7 @@ class Materializer:
     """Takes a module without values through sharding.
 
     Order of calls: the constructor before the module is sharded; ``allocate`` after it was;
-    ``set_aside`` before optimizers are pointed at the new parameters; ``fill`` last.
+    ``pop_optimizer_state`` before optimizers are pointed at the new parameters; ``fill`` last.
 
     Args:
         module: A module that was built while recording; its tensors without values are replaced by
@@ -32,7 +32,7 @@ class Materializer:
         self._module = module
         self._recorded: dict[str, torch.Tensor] = {}
         self._targets: dict[str, torch.Tensor] = {}
-        self._aside: list[tuple[torch.optim.Optimizer, dict[str, Any], int, str, torch.Tensor]] = []
+        self._popped: list[tuple[torch.optim.Optimizer, dict[str, Any], int, str, torch.Tensor]] = []
         replaced: dict[int, torch.Tensor] = {}
         for name, tensor, owner in list(_named_tensors(module)):
             if is_recorded(tensor):
@@ -55,7 +55,7 @@ class Materializer:
                 continue
             if id(tensor) not in made:
                 # What the engine does not shard it does not bring to the device either.
-                memory = torch.empty_like(tensor, device=(parameters or device) if _is_cut(tensor) else device)
+                memory = torch.empty_like(tensor, device=(parameters or device) if _is_sharded(tensor) else device)
                 if isinstance(tensor, nn.Parameter):
                     parameter = nn.Parameter(memory, requires_grad=tensor.requires_grad)
                     parameter.__dict__.update(tensor.__dict__)
@@ -63,7 +63,7 @@ class Materializer:
                 made[id(tensor)] = self._targets[name] = memory
             setattr(owner, _last(name), made[id(tensor)])
 
-    def set_aside(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def pop_optimizer_state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Take optimizer state without values out, until ``fill`` puts it back with values.
 
         Args:
@@ -74,7 +74,7 @@ class Materializer:
                 for position, parameter in enumerate(group["params"]):
                     slots = optimizer.state.get(parameter, {})
                     for slot in [slot for slot, value in slots.items() if is_recorded(value)]:
-                        self._aside.append((optimizer, group, position, slot, slots.pop(slot)))
+                        self._popped.append((optimizer, group, position, slot, slots.pop(slot)))
 
     def fill(self, *, parameters: bool = True) -> None:
         """Replay what the constructors did and keep this rank's part of every value.
@@ -82,7 +82,7 @@ class Materializer:
         Args:
             parameters: False leaves parameters to a checkpoint: they hold NaN until it is loaded.
         """
-        for number, (optimizer, group, position, slot, value) in enumerate(self._aside):
+        for number, (optimizer, group, position, slot, value) in enumerate(self._popped):
             parameter = group["params"][position]
             memory = torch.empty_like(parameter if value.shape == parameter.shape else value)
             optimizer.state[parameter][slot] = memory
@@ -153,7 +153,7 @@ def _on_meta(tensor: torch.Tensor, floating: torch.dtype) -> torch.Tensor:
     return parameter
 
 
-def _is_cut(tensor: torch.Tensor) -> bool:
+def _is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and isinstance(tensor, DTensor)
 
 

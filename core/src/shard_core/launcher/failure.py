@@ -31,17 +31,17 @@ def explain(folder: str, num_processes: int, exits: Mapping[int, int], deaths: S
     if not reports and UNGUARDED_EXIT in exits.values():
         return LaunchError(UNGUARDED)
     raised = sorted((report for report in reports if report.state == FAILED), key=lambda report: report.when)
-    silent = _first_silent(reports, exits, deaths)
-    if raised and (silent is None or silent.when > raised[0].when + LINGER_SECONDS):
+    unreported = _first_unreported(reports, exits, deaths)
+    if raised and (unreported is None or unreported.when > raised[0].when + LINGER_SECONDS):
         first = raised[0]
-        message = f"rank {first.rank} of {num_processes} failed: {first.cause}{_gone_before(first, reports)}"
+        message = f"rank {first.rank} of {num_processes} failed: {first.cause}{_finished_before(first, reports)}"
         message += f"\n\n{first.detail}"
         return RankFailed(message, first.sentence)
-    assert silent is not None
-    return _died(silent, num_processes, reports)
+    assert unreported is not None
+    return _died(unreported, num_processes, reports)
 
 
-def _gone_before(failed: Report, reports: Sequence[Report]) -> str:
+def _finished_before(failed: Report, reports: Sequence[Report]) -> str:
     """Name the ranks that had finished when another failed: it may have failed because it waited for them."""
     gone = [report for report in reports if report.state == DONE and report.when < failed.when]
     if not gone:
@@ -53,14 +53,14 @@ def _gone_before(failed: Report, reports: Sequence[Report]) -> str:
     )
 
 
-def _first_silent(reports: Sequence[Report], exits: Mapping[int, int], deaths: Sequence[Death]) -> Death | None:
+def _first_unreported(reports: Sequence[Report], exits: Mapping[int, int], deaths: Sequence[Death]) -> Death | None:
     """Find the rank that died first of those that said nothing about it."""
-    spoke = {report.rank for report in reports if report.state == FAILED}
+    reported = {report.rank for report in reports if report.state == FAILED}
     for death in deaths:
-        if death.rank not in spoke:
+        if death.rank not in reported:
             code = exits.get(death.rank) if death.code is None else death.code
             return Death(rank=death.rank, code=code, when=death.when)
-    unseen = [Death(rank=rank, code=code, when=0.0) for rank, code in exits.items() if rank not in spoke]
+    unseen = [Death(rank=rank, code=code, when=0.0) for rank, code in exits.items() if rank not in reported]
     return unseen[0] if unseen else None
 
 
@@ -68,15 +68,15 @@ def _died(death: Death, num_processes: int, reports: Sequence[Report]) -> RankFa
     states = {report.rank: report.state for report in reports}
     stage = {None: " before it reached the function", DONE: " after the function had returned"}
     when = stage.get(states.get(death.rank), "")
-    said = "; what it printed stands above"
+    hint = "; what it printed stands above"
     if death.code is None:
         how = "left without an error or a result"
     elif death.code < 0:
         how = f"was ended by signal {_signal_name(-death.code)}"
-        said = " (often: out of memory)" if -death.code == signal.SIGKILL else said
+        hint = " (often: out of memory)" if -death.code == signal.SIGKILL else hint
     else:
         how = f"left with exit status {death.code}"
-    return RankFailed(f"rank {death.rank} of {num_processes} {how}{when}{said}.")
+    return RankFailed(f"rank {death.rank} of {num_processes} {how}{when}{hint}.")
 
 
 def _signal_name(number: int) -> str:

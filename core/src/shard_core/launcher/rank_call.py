@@ -83,8 +83,8 @@ def report_failure(error: BaseException) -> None:
     """
     rank = int(os.environ.get("RANK", "0"))
     for folder in _begun:
-        said = read_report(folder, rank)
-        if said is None or said.state != FAILED or said.cause != _cause(error):
+        last = read_report(folder, rank)
+        if last is None or last.state != FAILED or last.cause != _cause(error):
             sentence = str(error) if isinstance(error, ShardError) else None
             report = Report(rank=rank, state=FAILED, cause=_cause(error), detail=_detail(error), sentence=sentence)
             report.write(folder)

@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.05
 # by os._exit(0).
 _GRACE_SECONDS = 3.0
 # After how long it is said that some ranks have finished and others have not: those may wait for ever.
-_APART_SECONDS = 60.0
+_STRAGGLER_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Watch:
         self._folder = folder
         self._num_processes = num_processes
         self._pids: dict[int, int] = {}
-        self._says_apart_at = time.time() + _APART_SECONDS
+        self._warns_at = time.time() + _STRAGGLER_SECONDS
         self._in_main = threading.current_thread() is threading.main_thread()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -87,7 +87,7 @@ class Watch:
     def _watch(self) -> None:
         while not self._over.wait(_POLL_SECONDS):
             self._find_pids()
-            self._say_apart()
+            self._warn_of_stragglers()
             living = {rank: pid for rank, pid in self._pids.items() if not self._has_ended(rank, pid)}
             if not self.deaths or time.time() < self.deaths[0].when + _GRACE_SECONDS:
                 continue
@@ -101,16 +101,16 @@ class Watch:
                     _thread.interrupt_main()
                 return
 
-    def _say_apart(self) -> None:
+    def _warn_of_stragglers(self) -> None:
         """Say once that ranks have parted: one that left early lets the others wait in a collective."""
-        if time.time() < self._says_apart_at:
+        if time.time() < self._warns_at:
             return
-        self._says_apart_at = time.time() + _POLL_SECONDS * 20
+        self._warns_at = time.time() + _POLL_SECONDS * 20
         reports = {rank: read_report(self._folder, rank) for rank in self._pids}
         done = {rank: report.when for rank, report in reports.items() if report and report.state == DONE}
         going_on = [rank for rank in reports if rank not in done]
-        if done and going_on and time.time() - max(done.values()) > _APART_SECONDS:
-            self._says_apart_at = math.inf
+        if done and going_on and time.time() - max(done.values()) > _STRAGGLER_SECONDS:
+            self._warns_at = math.inf
             log.warning(
                 "rank %s finished %.0f s ago while rank %s goes on; if it waits there in a collective, the ranks "
                 "did not take equally many steps, and it gives up after the strategy's `timeout`.",

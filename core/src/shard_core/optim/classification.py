@@ -23,7 +23,7 @@ _MATRIX = (136, 144)
 _PIECES = {136 * 144: [64, 6400, 13120], 1152: [64, 384, 704]}
 
 #: By piece, the company it is stepped in: what stands before it, what behind, and how large their gradients are.
-_COMPANY: tuple[tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], float], ...] = (
+_NEIGHBOURS: tuple[tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], float], ...] = (
     ((), (), 1.0),
     ((), ((90, 100),), 30.0),
     (((40, 7), (9,)), (), 1e-4),
@@ -41,7 +41,7 @@ _BOOKKEEPING = ("params", "param_names", "initial_lr")
 _HELD_BY_ALL = frozenset({*vars(torch.optim.SGD([torch.zeros(())])), "step", "_step_count", "_opt_called"})
 
 _IN_PIECES = "it steps a matrix differently from the same numbers in flat pieces"
-_IN_COMPANY = "it steps a matrix differently from the same numbers in flat pieces beside other tensors"
+_WITH_NEIGHBOURS = "it steps a matrix differently from the same numbers in flat pieces beside other tensors"
 _STATE = "it keeps state that is not the same, element by element, for a matrix and its flat pieces"
 _SHARED = "what it keeps for all parameters of a group depends on which tensors it steps"
 _CANNOT_STEP_PIECES = "it cannot step a flat piece of a matrix"
@@ -134,7 +134,7 @@ def _difference(make: Callable[..., Trial], groups: Sequence[_Group], bounds: Bo
     with bounds.around("it could not be tried out on a matrix of its own"):
         whole = make(starts, seed=0)
     pieces = []
-    for number in range(len(_COMPANY)):
+    for number in range(len(_NEIGHBOURS)):
         with bounds.around(_CANNOT_STEP_PIECES):
             pieces.append(_Piece(make, number, starts))
     for step in range(_STEPS):
@@ -179,36 +179,36 @@ class _Piece:
 
     def __init__(self, make: Callable[..., Trial], number: int, whole: Sequence[Sequence[torch.Tensor]]) -> None:
         self._number = number
-        self._before, self._behind, self._scale = _COMPANY[number]
+        self._before, self._after, self._scale = _NEIGHBOURS[number]
         self._generator = torch.Generator("cpu").manual_seed(1 + number)
-        self._trial = make(self._in_company(whole, 1.0), seed=1 + number)
+        self._trial = make(self._with_neighbours(whole, 1.0), seed=1 + number)
 
     def step(self, gradients: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
         """Step by the same gradients as the whole, of this size."""
-        self._trial.step(self._in_company(gradients, self._scale * scale))
+        self._trial.step(self._with_neighbours(gradients, self._scale * scale))
 
     def difference(self, whole: Trial) -> str | None:
         """Return what is no longer as it is with the whole, as a clause."""
         for parameters, of_whole in zip(self._trial.parameters, whole.parameters, strict=True):
-            watched = parameters[len(self._before) : len(parameters) - len(self._behind)]
+            watched = parameters[len(self._before) : len(parameters) - len(self._after)]
             for piece, parameter in zip(watched, of_whole, strict=True):
-                same = functools.partial(_same, cut=functools.partial(self._cut, like=parameter))
+                same = functools.partial(_same, cut=functools.partial(self._slice, like=parameter))
                 if not same(parameter.detach(), piece.detach()):
-                    return _IN_COMPANY if self._before or self._behind else _IN_PIECES
+                    return _WITH_NEIGHBOURS if self._before or self._after else _IN_PIECES
                 if not same(whole.optimizer.state.get(parameter), self._trial.optimizer.state.get(piece)):
                     return _STATE
         return None if _same(_shared(whole.optimizer), _shared(self._trial.optimizer)) else _SHARED
 
-    def _in_company(self, tensors: Sequence[Sequence[torch.Tensor]], scale: float) -> list[list[torch.Tensor]]:
+    def _with_neighbours(self, tensors: Sequence[Sequence[torch.Tensor]], scale: float) -> list[list[torch.Tensor]]:
         return [
-            [*self._others(self._before, scale), *map(self._cut, of_group), *self._others(self._behind, scale)]
+            [*self._fillers(self._before, scale), *map(self._slice, of_group), *self._fillers(self._after, scale)]
             for of_group in tensors
         ]
 
-    def _others(self, shapes: Sequence[Sequence[int]], scale: float) -> list[torch.Tensor]:
+    def _fillers(self, shapes: Sequence[Sequence[int]], scale: float) -> list[torch.Tensor]:
         return [_random(shape, self._generator) * scale for shape in shapes]
 
-    def _cut(self, tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    def _slice(self, tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
         """Return this piece of a tensor, or all of one that has another size than its parameter."""
         if like is not None and tensor.numel() != like.numel():
             return tensor

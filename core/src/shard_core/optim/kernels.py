@@ -14,12 +14,12 @@ from shard_core.optim.classification import why_not_elementwise
 #: Settings of a group that choose how torch computes a step, the fastest first; None leaves the choice open.
 KERNELS = ("fused", "foreach")
 #: Bytes of an element in which another order of rounding stays within the bounds of parity.
-_WIDE = 4
+_WIDE_BYTES = 4
 #: By optimizer: how many groups it had, and the setting under which it steps.
 _decided: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Mapping[str, bool]]] = weakref.WeakKeyDictionary()
 
 
-def torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+def is_torch_step(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer steps as torch wrote it: an overridden step may know more than torch's does.
 
     Args:
@@ -28,7 +28,7 @@ def torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
-def leaves_open(group: Mapping[str, Any]) -> bool:
+def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
     """Tell whether a group leaves it to torch how its step is computed.
 
     Args:
@@ -52,10 +52,10 @@ def fastest_kernel(
     """
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
-    if not all(map(leaves_open, groups)) or not all(each.is_floating_point() for each in parameters):
+    if not all(map(leaves_kernel_open, groups)) or not all(each.is_floating_point() for each in parameters):
         return {}
     # In few bits a fused kernel rounds less often than torch's loop: results would differ from other strategies'.
-    rounds_alike = all(each.dtype.itemsize >= _WIDE for each in parameters)
+    rounds_alike = all(each.dtype.itemsize >= _WIDE_BYTES for each in parameters)
     for kernel in among:
         known = all(kernel in group for group in groups) and (rounds_alike or kernel != "fused")
         if known and why_not_elementwise(optimizer, device, {kernel: True}) is None:
@@ -86,7 +86,7 @@ def inside_step(
         leave()
 
 
-def may_take(setting: Mapping[str, bool], optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+def can_use_kernel(setting: Mapping[str, bool], optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     """Tell whether a group may take a kernel for its next step.
 
     It may not if it has chosen for itself, nor a fused one if only some of its parameters have met a gradient before:
@@ -97,7 +97,7 @@ def may_take(setting: Mapping[str, bool], optimizer: torch.optim.Optimizer, grou
         optimizer: The user's.
         group: One of its groups.
     """
-    if not setting or not leaves_open(group):
+    if not setting or not leaves_kernel_open(group):
         return False
     if not setting.get("fused"):
         return True
@@ -111,9 +111,7 @@ def may_take(setting: Mapping[str, bool], optimizer: torch.optim.Optimizer, grou
 
 
 @contextlib.contextmanager
-def stepping_fast(
-    optimizer: torch.optim.Optimizer, device: torch.device, among: Sequence[str] = KERNELS
-) -> Iterator[None]:
+def fast_step(optimizer: torch.optim.Optimizer, device: torch.device, among: Sequence[str] = KERNELS) -> Iterator[None]:
     """Let one of torch's own optimizers step with the fastest kernel that nobody ruled out.
 
     Groups, and hooks on the step, see what they would without it.
@@ -125,12 +123,12 @@ def stepping_fast(
     """
     groups, setting = _decided.get(optimizer, (0, {}))
     if groups != len(optimizer.param_groups):
-        setting = fastest_kernel(optimizer, device, among) if torchs_own(optimizer) else {}
+        setting = fastest_kernel(optimizer, device, among) if is_torch_step(optimizer) else {}
         _decided[optimizer] = len(optimizer.param_groups), setting
     changed: list[dict[str, Any]] = []
 
     def enter(*_: object) -> None:
-        changed.extend(each for each in optimizer.param_groups if may_take(setting, optimizer, each))
+        changed.extend(each for each in optimizer.param_groups if can_use_kernel(setting, optimizer, each))
         for group in changed:
             group.update(setting)
             if setting.get("fused"):
@@ -145,7 +143,7 @@ def stepping_fast(
         yield
 
 
-def counter_of_fused(counter: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def fused_step_counter(counter: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Bring a counter of steps to where the fused kernels count; others count in host memory, in the default dtype.
 
     Args:
@@ -159,4 +157,4 @@ def _move_counters(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = counter_of_fused(state["step"], parameter)
+            state["step"] = fused_step_counter(state["step"], parameter)

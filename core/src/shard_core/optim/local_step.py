@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shard_core.optim.classification import why_not_elementwise
-from shard_core.optim.kernels import counter_of_fused, fastest_kernel, inside_step, may_take, torchs_own
+from shard_core.optim.kernels import can_use_kernel, fastest_kernel, fused_step_counter, inside_step, is_torch_step
 from shard_core.parameters import local_part
 
 #: By optimizer: how many groups it had, and its settings while it steps shards; None if it has to step DTensors.
@@ -49,7 +49,7 @@ def _settings_on_shards(optimizer: torch.optim.Optimizer) -> Mapping[str, bool] 
     """Decide how an optimizer steps shards; an overridden step may know more of parameters than their elements."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if not sharded or not torchs_own(optimizer):
+    if not sharded or not is_torch_step(optimizer):
         return None
     device = sharded[0].to_local().device
     return None if why_not_elementwise(optimizer, device) is not None else fastest_kernel(optimizer, device)
@@ -69,11 +69,11 @@ class _Shards:
     def put_in(self, *_: object) -> None:
         """Put the shards in the places of the DTensors."""
         optimizer = self._optimizer
-        taking = [may_take(self._settings, optimizer, group) for group in optimizer.param_groups]
+        usable = [can_use_kernel(self._settings, optimizer, group) for group in optimizer.param_groups]
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
-        for group, takes in zip(optimizer.param_groups, taking, strict=True):
+        for group, uses_kernel in zip(optimizer.param_groups, usable, strict=True):
             changed: dict[str, Any] = {"params": [self._shard(each) for each in group["params"]]}
-            if takes:
+            if uses_kernel:
                 changed |= self._settings
             self._groups.append((group, {name: group[name] for name in changed}))
             group.update(changed)
@@ -113,7 +113,7 @@ class _Shards:
     def _counted(self, slots: Mapping[str, Any], shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
         if "step" not in slots or not self._settings.get("fused"):
             return {}
-        return {"step": counter_of_fused(slots["step"], shard)}
+        return {"step": fused_step_counter(slots["step"], shard)}
 
 
 def _laid_out_like(parameter: torch.Tensor, value: Any) -> Any:

@@ -94,7 +94,7 @@ class Accumulation:
             self._finite = not collectives.any_true(not all_finite(gradients()))
         return self._finite
 
-    def forget_thrown_away(self, optimizer: torch.optim.Optimizer) -> None:
+    def reset_if_discarded(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin anew if the gradients of earlier backwards are gone without a step.
 
         Args:

@@ -74,7 +74,7 @@ class _AsyncSave:
     """
 
     def __init__(self, handle: SaveHandle) -> None:
-        self._here = handle.committed
+        self._local = handle.committed
         self._outcome = _Outcome()
         self.handle = SaveHandle(path=handle.path, staged=handle.staged, committed=self._outcome)
         self._turn = threading.Condition()
@@ -85,7 +85,7 @@ class _AsyncSave:
     def begin(self, coordinator: Coordinator) -> None:
         """Watch it in a thread."""
         run_in_background(coordinator, self._watch, self._outcome, name="shard-save-watch")
-        _untold.add(self)
+        _unreported.add(self)
 
     def ends_before_step(self) -> bool:
         """Wait until training may change the tensors; then count a step, unless the save's failure is due before it."""
@@ -97,15 +97,15 @@ class _AsyncSave:
 
     def settle(self) -> None:
         """Wait for the end; raise a failure nobody was told of."""
-        told = self._outcome.told
+        retrieved = self._outcome.retrieved
         failure = self._outcome.exception()
-        _untold.discard(self)
-        if failure is not None and not told:
+        _unreported.discard(self)
+        if failure is not None and not retrieved:
             raise failure
 
     def failure(self) -> BaseException | None:
         """Give what the user was not told, once the save has ended."""
-        return self._outcome.exception() if self._outcome.done() and not self._outcome.told else None
+        return self._outcome.exception() if self._outcome.done() and not self._outcome.retrieved else None
 
     def _watch(self, others: Coordinator) -> None:
         try:
@@ -119,7 +119,7 @@ class _AsyncSave:
 
     def _ended(self) -> None:
         """Wait for the save on this rank; what it returns is nobody's business."""
-        self._here.result()
+        self._local.result()
 
     def _agree_on_last_step(self, others: Coordinator) -> None:
         with self._turn:
@@ -138,7 +138,7 @@ class _AsyncSave:
 class _Outcome(Future[None]):
     """What became of a save; remembers whether anybody was told."""
 
-    told = False
+    retrieved = False
 
     def result(self, timeout: float | None = None) -> None:
         """Raise what made the save fail."""
@@ -148,20 +148,20 @@ class _Outcome(Future[None]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Give what made the save fail."""
         failure = super().exception(timeout)
-        self.told = True
+        self.retrieved = True
         return failure
 
 
-_untold: set[_AsyncSave] = set()
+_unreported: set[_AsyncSave] = set()
 
 
-def _tell_at_exit() -> None:
+def _report_at_exit() -> None:
     """Say which saves have failed without anybody knowing, and let the process fail too.
 
     The interpreter has waited for the saves' threads by now. Nothing that is raised here would change the exit
     status, which is all a scheduler sees.
     """
-    failures = [failure for failure in [save.failure() for save in _untold] if failure is not None]
+    failures = [failure for failure in [save.failure() for save in _unreported] if failure is not None]
     if not failures:
         return
     for failure in failures:
@@ -172,4 +172,4 @@ def _tell_at_exit() -> None:
 
 
 # Registered at import: what was registered later runs earlier, and would not run after this.
-atexit.register(_tell_at_exit)
+atexit.register(_report_at_exit)

@@ -18,7 +18,7 @@ from shard_core.checkpoint.keys import OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.state.app_state import AppState
 from shard_core.checkpoint.storage.opening import check_path
 from shard_core.errors import CheckpointError, InvalidOption
-from shard_core.strategy.random_state import check_random_state, gather_random_state, generator_kept, take_up
+from shard_core.strategy.random_state import check_random_state, gather_random_state, keep_generator, set_random_state
 from shard_core.strategy.state_dict import StrategyStateDict
 
 if TYPE_CHECKING:
@@ -71,14 +71,14 @@ class StrategyCheckpointing(StrategyStateDict):
         self._saves.settle()
         self.barrier(f"save_checkpoint of {path}")
 
-        def take_apart() -> tuple[AppState, dict[str, Any]]:
+        def collect() -> tuple[AppState, dict[str, Any]]:
             check_filter(filter)
             check_flag("blocking", blocking, or_none=True)
             check_storage_options(storage_options)
             contents = self._contents(state)
             return contents, contents.values()
 
-        contents, values = self._on_all_ranks("saving", path, take_apart)
+        contents, values = self._on_all_ranks("saving", path, collect)
         tensors = self.engine_state(contents.modules, contents.optimizers)
         values[RANDOM_KEY] = self._random_state()
 
@@ -105,7 +105,7 @@ class StrategyCheckpointing(StrategyStateDict):
                 )
             return handle
 
-        with generator_kept(self):
+        with keep_generator(self):
             handle = self._on_all_ranks("saving", path, save)
         return self._saves.watch(handle, self.collectives)
 
@@ -140,12 +140,12 @@ class StrategyCheckpointing(StrategyStateDict):
         self._saves.settle()
         self.barrier(f"load_checkpoint of {path}")
 
-        def take_apart() -> AppState:
+        def collect() -> AppState:
             check_flag("strict", strict)
             check_storage_options(storage_options)
             return self._contents({} if state is None else state)
 
-        contents = self._on_all_ranks("loading", path, take_apart)
+        contents = self._on_all_ranks("loading", path, collect)
         # Only now: a data loader's state is put together by all ranks, and one of them may have raised above.
         self._on_all_ranks("loading", path, contents.back_up)
         tensors = contents.modules or contents.optimizers
@@ -186,7 +186,7 @@ class StrategyCheckpointing(StrategyStateDict):
         random = loaded.values.pop(RANDOM_KEY, None)
         left = contents.replace(loaded.values, into=state)
         if contents.optimizers and random is not None:
-            self._take_up(random, data_ranks)
+            self._set_random_state(random, data_ranks)
         return {**dict.fromkeys(loaded.remainder), **left}
 
     def load_weights(
@@ -279,9 +279,9 @@ class StrategyCheckpointing(StrategyStateDict):
         rank = self.distributed_sampler_kwargs["rank"]
         return gather_random_state(self.collectives, self.root_device, rank, self.engine_random_state())
 
-    def _take_up(self, random: Mapping[str, Any], data_ranks: Sequence[int]) -> None:
+    def _set_random_state(self, random: Mapping[str, Any], data_ranks: Sequence[int]) -> None:
         """Let the random number generators go on where those of a checkpoint stood."""
-        seed, state = take_up(random, self.global_rank, data_ranks, self.root_device)
+        seed, state = set_random_state(random, self.global_rank, data_ranks, self.root_device)
         if state is None:
             self.engine_seed(seed)
         else:

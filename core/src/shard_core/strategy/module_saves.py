@@ -71,19 +71,19 @@ class PretrainedSaves:
         is_writer = self._collectives.rank == 0
         if self._writing or asked.get("state_dict") is not None or not self._spread:
             return original(*args, **kwargs) if is_writer or asked.get("is_main_process") else None
-        self._meet()
+        self._wait_for_all()
         whole = {name_in(key): tensor for key, tensor in full_tensors(self._state(), self._collectives) if is_writer}
         written: list[Any] = []
 
         def write() -> None:
             if is_writer:
-                with self._shown(self._as_stored(whole)):
+                with self._replaced_state_dicts(self._as_stored(whole)):
                     written.append(original(*args, **kwargs))
 
         on_all_ranks(self._collectives, METHOD, write)
         return written[0] if written else None
 
-    def _meet(self) -> None:
+    def _wait_for_all(self) -> None:
         """Wait for all ranks; a folder written of less than all of them hold would be found out much later."""
         try:
             self._collectives.barrier(f"{METHOD}, which gathers what module_state_dict gives")
@@ -105,7 +105,7 @@ class PretrainedSaves:
         return {name: stored[id(tensor)] for name, tensor in whole.items()}
 
     @contextlib.contextmanager
-    def _shown(self, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def _replaced_state_dicts(self, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Make ``state_dict`` of every part return whole tensors, ties kept."""
         for part, prefix in self._prefixes.items():
             vars(part)["state_dict"] = functools.partial(_state_dict, whole, prefix)
@@ -170,7 +170,7 @@ class PartialStateDict:
             strategy: The strategy's name, for the message.
         """
         for part, shapes in self._shapes.items():
-            if _emptied(part, shapes) is not None:
+            if _first_emptied(part, shapes) is not None:
                 check = functools.partial(_check, strategy, shapes)
                 self._handles.append(part.register_state_dict_pre_hook(check))
 
@@ -184,7 +184,7 @@ def _check(
     strategy: str, shapes: dict[str, tuple[int, ...]], module: torch.nn.Module, prefix: str, keep_vars: bool
 ) -> None:
     # Who asks for the parameters themselves wants to know which there are; engines do.
-    emptied = None if keep_vars else _emptied(module, shapes)
+    emptied = None if keep_vars else _first_emptied(module, shapes)
     if emptied is not None:
         raise SetupError(
             f"state_dict() would give {prefix + emptied!r} as this rank holds it under strategy {strategy!r}, in the "
@@ -193,7 +193,7 @@ def _check(
         )
 
 
-def _emptied(part: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> str | None:
+def _first_emptied(part: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> str | None:
     """Name a parameter that has no elements now, which it need not lack while an engine shows it whole."""
     now = _shapes(part)
     had = (name for name, shape in shapes.items() if math.prod(shape))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RANKS_PER_CPU = 8
 
 #: Device types of which a process sees one device, and none of another rank's, if torch numbers it.
-_ONE_IN_SIGHT: dict[str, torch.device] = {"cpu": torch.device("cpu"), "xla": torch.device("xla", 0)}
+_ONE_PER_PROCESS: dict[str, torch.device] = {"cpu": torch.device("cpu"), "xla": torch.device("xla", 0)}
 
 
 class Placement:
@@ -75,7 +75,7 @@ class Placement:
     @property
     def device(self) -> torch.device:
         """This rank's device."""
-        one = _ONE_IN_SIGHT.get(self.device_type)
+        one = _ONE_PER_PROCESS.get(self.device_type)
         return one or torch.device(self.device_type, self._indices[self.local_rank])
 
     def check_started(self) -> None:
@@ -99,7 +99,7 @@ class Placement:
                 f"{asked} asks for {len(self._indices)} ranks on this host, but {process.source} started "
                 f"{process.local_world_size}; leave it out, or start as many as you ask for."
             )
-        if self.device_type not in _ONE_IN_SIGHT and process.local_rank >= len(self._indices):
+        if self.device_type not in _ONE_PER_PROCESS and process.local_rank >= len(self._indices):
             raise LaunchError(
                 f"{process.source} started {process.local_world_size} ranks on this host, but it has "
                 f"{len(self._indices)} {self.device_type} devices; start at most one rank per device."
@@ -165,11 +165,11 @@ def _numbers(devices: Sequence[torch.device]) -> list[int]:
     """Return the devices' numbers; without one it is the first of its type."""
     numbers = [device.index or 0 for device in devices]
     for place, device in enumerate(devices):
-        if device.type in _ONE_IN_SIGHT and numbers[place]:
+        if device.type in _ONE_PER_PROCESS and numbers[place]:
             raise InvalidOption(
                 f"parallel_devices names {device}, and a rank sees one {device.type} device only; leave the number out."
             )
-        if device.type not in _ONE_IN_SIGHT and numbers[place] in numbers[:place]:
+        if device.type not in _ONE_PER_PROCESS and numbers[place] in numbers[:place]:
             raise InvalidOption(
                 f"parallel_devices names {device.type}:{numbers[place]} twice; every rank needs its own."
             )

@@ -47,7 +47,7 @@ def gather_random_state(
 
 
 @contextlib.contextmanager
-def generator_kept(engine: Engine) -> Iterator[None]:
+def keep_generator(engine: Engine) -> Iterator[None]:
     """Let a save leave no trace in the run: some engines' generators move with whatever runs on the device.
 
     Args:
@@ -62,7 +62,7 @@ def generator_kept(engine: Engine) -> Iterator[None]:
 
 
 def check_random_state(saved: Any, rank: int, device: torch.device, engine: torch.Tensor | None) -> None:
-    """Prove that ``take_up`` can do with what a checkpoint holds.
+    """Prove that ``set_random_state`` can do with what a checkpoint holds.
 
     Args:
         saved: What ``gather_random_state`` may have returned.
@@ -104,7 +104,7 @@ def _rows(saved: Any) -> dict[str, torch.Tensor]:
     return dict(generators)
 
 
-def take_up(
+def set_random_state(
     saved: Mapping[str, Any], rank: int, data_ranks: Sequence[int], device: torch.device
 ) -> tuple[int, torch.Tensor | None]:
     """Put this rank's generators where a checkpoint's stood.

@@ -28,12 +28,12 @@ class SetUpModule:
         forward: Its forward's precision.
         pretrained: What stands in front of its ``save_pretrained``.
         partial_state: What refuses its ``state_dict`` where that would hold parts.
-        entry: What holds users to its forward; None if its other methods may be called.
+        forward_only: What holds users to its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
         frozen: Parameters that must stay frozen because they were at setup, by name.
         dims_changed: Whether setup has left parameters with other numbers of dims.
         deferring: Whether its backwards keep gradients on this rank just now.
-        gradients_hidden: Whether the last backward did: an engine may show no ``.grad`` until the next sync.
+        gradients_deferred: Whether the last backward did: an engine may show no ``.grad`` until the next sync.
     """
 
     module: nn.Module
@@ -42,12 +42,12 @@ class SetUpModule:
     forward: ForwardPrecision
     pretrained: PretrainedSaves
     partial_state: PartialStateDict
-    entry: ForwardOnly | None
+    forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     dims_changed: bool = False
     deferring: bool = False
-    gradients_hidden: bool = False
+    gradients_deferred: bool = False
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse groups that may have been told apart by what setup has changed.
@@ -139,6 +139,6 @@ class Registry:
             known.forward.remove()
             known.pretrained.remove()
             known.partial_state.remove()
-            if known.entry is not None:
-                known.entry.remove()
+            if known.forward_only is not None:
+                known.forward_only.remove()
         self._modules.clear()

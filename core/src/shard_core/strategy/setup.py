@@ -15,7 +15,7 @@ from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
-from shard_core.randomness import part_ways, shared_generator
+from shard_core.randomness import seed_data_rank, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
 from shard_core.strategy.lifecycle import StrategyLifecycle
@@ -196,7 +196,7 @@ class StrategySetup(StrategyLifecycle):
         sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
         self.precision.check_module(module)
         if len(self._registry) == 0:
-            part_ways(self.distributed_sampler_kwargs["rank"])
+            seed_data_rank(self.distributed_sampler_kwargs["rank"])
             self.engine_seed(torch.initial_seed())
         # One process may still hold them in a form, or on a device, that nobody but the engine reads.
         spread = sharded or (self.world_size == 1 and not type(self).engine_keeps_torch_tensors)
@@ -204,7 +204,7 @@ class StrategySetup(StrategyLifecycle):
             self.info.name, lambda: self.engine_state({"model": module}, {}), self.collectives, spread=spread
         )
         partial.install(self.info.name)
-        any_entry = Capability.ENTRY_METHODS in self.info.capabilities
+        any_method = Capability.ENTRY_METHODS in self.info.capabilities
         frozen = {plain_name(name): each for name, each in module.named_parameters() if not each.requires_grad}
         self._registry.add(
             SetUpModule(
@@ -214,7 +214,7 @@ class StrategySetup(StrategyLifecycle):
                 forward=ForwardPrecision(called, self.precision, self.root_device.type),
                 pretrained=pretrained,
                 partial_state=partial,
-                entry=None if any_entry else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
+                forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
                 frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
                 dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),

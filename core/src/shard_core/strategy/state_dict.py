@@ -33,7 +33,7 @@ class StrategyStateDict(StrategyCollectives):
         known = self._registry.of(module)
         state = self.engine_state({"model": known.module}, {})
         if not full:
-            return {name_in(label): view for label, view in _here(state)}
+            return {name_in(label): view for label, view in _local_tensors(state)}
         whole = full_tensors(state, self.collectives)
         return {name_in(key): tensor for key, tensor in whole if self.is_global_zero}
 
@@ -52,7 +52,7 @@ class StrategyStateDict(StrategyCollectives):
         state = self.engine_state({"model": known.module}, {"optimizer": optimizer})
         record = state.optimizers()["optimizer"]
         slots: dict[str, dict[str, Any]] = {}
-        pairs = full_tensors(state, self.collectives, prefix=OPTIMIZER) if full else _here(state)
+        pairs = full_tensors(state, self.collectives, prefix=OPTIMIZER) if full else _local_tensors(state)
         for key, tensor in pairs:
             if is_slot(key):
                 name, slot = slot_in(key)
@@ -77,7 +77,7 @@ class StrategyStateDict(StrategyCollectives):
             yield name_in(key), tensor
 
 
-def _here(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
+def _local_tensors(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
     """List what stands on this rank, by key; with extents where a tensor stands in several boxes."""
     shards = state.shards()
     boxes = Counter(shard.key for shard in shards)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shard_core.strategy.registry import SetUpModule
 
 #: Keywords of ``Tensor.backward`` that only some engines honour, and what to do under the others.
-_NOT_EVERYWHERE = {
+_ONLY_SOME_ENGINES = {
     "create_graph": "ranks' gradients are averaged outside of any graph; for second derivatives call "
     "torch.autograd.grad(..., create_graph=True) and add what you make of them to the loss",
     "inputs": "gradients of all parameters are averaged together; torch.autograd.grad gives those of activations, and "
@@ -89,10 +89,10 @@ class StrategyStep(StrategySetup):
         scaler = self.precision.scaler
         factor = scaler.begin_backward() if scaler else 1.0
         for optimizer, accumulation in known.optimizers.items():
-            if not known.gradients_hidden:
-                accumulation.forget_thrown_away(optimizer)
+            if not known.gradients_deferred:
+                accumulation.reset_if_discarded(optimizer)
             accumulation.add(denominator, factor)
-        known.gradients_hidden = known.deferring
+        known.gradients_deferred = known.deferring
         self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
 
     def clip_gradients_norm(
@@ -198,10 +198,10 @@ class StrategyStep(StrategySetup):
         asked = {
             name: value
             for name, value in keywords.items()
-            if name not in _NOT_EVERYWHERE or not (value is None or value is False)
+            if name not in _ONLY_SOME_ENGINES or not (value is None or value is False)
         }
         check_names(
-            f"backward of strategy {self.info.name!r}", asked, type(self).engine_backward_keywords, _NOT_EVERYWHERE
+            f"backward of strategy {self.info.name!r}", asked, type(self).engine_backward_keywords, _ONLY_SOME_ENGINES
         )
 
     @contextlib.contextmanager
@@ -216,7 +216,7 @@ class StrategyStep(StrategySetup):
     def _finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """Bring an optimizer's gradients to their final values; tell whether all are finite."""
         known = self._registry.owner(optimizer)
-        if known.gradients_hidden:
+        if known.gradients_deferred:
             raise SetupError(
                 "the last backward was inside no_backward_sync, so gradients have not been averaged over ranks; run "
                 "the last one before a step outside: no_backward_sync(model, enabled=not last)."

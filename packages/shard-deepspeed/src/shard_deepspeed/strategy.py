@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core import InvalidOption, SetupError, Strategy, UnsupportedPrecision
-from shard_core.backend import ProcessGroupCollectives, send_values, stepping_fast
+from shard_core.backend import ProcessGroupCollectives, fast_step, send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
@@ -184,7 +184,7 @@ class DeepSpeedStrategy(Strategy):
 
         self._stepping = optimizer
         try:
-            with stepping_fast(optimizer, self.root_device) if closure is None else contextlib.nullcontext():
+            with fast_step(optimizer, self.root_device) if closure is None else contextlib.nullcontext():
                 optimizer.step(evaluate if closure else None, **kwargs)
         finally:
             self._stepping = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shard_core.backend import stepping_fast
+from shard_core.backend import fast_step
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def stepping_lists(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer: The user's. Inside, call ``step`` once.
     """
     # Tried on the host, where nothing is compiled for it.
-    with stepping_fast(optimizer, torch.device("cpu"), ["foreach"]):
+    with fast_step(optimizer, torch.device("cpu"), ["foreach"]):
         yield
     # On this device autograd does not see lists change, and would run a graph that is older than the step.
     torch.autograd.graph.increment_version(
