@@ -28,13 +28,13 @@ our own would need another open port, and would die with rank 0 while others sti
 
 ``Module._compiled_call_impl``, ``_orig_mod`` and ``_torchdynamo_orig_callable``: what ``Module.compile()``,
 ``torch.compile(module)`` and ``torch.compile(module.forward)`` leave on a module. Checked on torch 2.13.0. They can go
-when torch tells what is compiled; importing its compiler only to ask takes seconds.
+when torch shows what is compiled; importing its compiler only to ask takes seconds.
 
 ``DistributedDataParallel`` without ``forward_sync_buffers`` (torch 2.9.0): the buffers it sends before each forward
 count as changed in place, so that one backward cannot follow two forwards. They are sent beside it. It can go when
 that torch is no longer supported.
 
-``Tensor._version``: how often a tensor was changed in place. Checked on torch 2.13.0. It can go when torch tells it in
+``Tensor._version``: how often a tensor was changed in place. Checked on torch 2.13.0. It can go when torch shows it in
 public.
 
 ``Tensor._backward_hooks`` and ``_post_accumulate_grad_hooks``: what users have registered on a tensor, which goes with
@@ -49,11 +49,11 @@ optimizers are kept from collectives and from endless work while they are tried 
 when torch documents it; ``TorchFunctionMode`` sees no collectives.
 
 ``IterableDataset._distributed`` of Hugging Face's ``datasets``: over how many ranks ``split_dataset_by_node`` has split
-a stream. Nothing is imported for it. Checked on datasets 5.2.0. It can go when a dataset says so in public; without
+a stream. Nothing is imported for it. Checked on datasets 5.2.0. It can go when a dataset shows it in public; without
 it, users pass ``shard_stream=False``.
 
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
-there. Checked on torch 2.13.0. It can go when torch tells it in public.
+there. Checked on torch 2.13.0. It can go when torch shows it in public.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 @functools.cache
 def buffers_sent_count_as_changed() -> bool:
-    """Tell whether DistributedDataParallel's messages spoil what earlier forwards saved for backward."""
+    """Return whether DistributedDataParallel's messages spoil what earlier forwards saved for backward."""
     return "forward_sync_buffers" not in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
 
 
 def default_store() -> dist.Store:
-    """Give the store of the default process group."""
+    """Return the store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
@@ -148,18 +148,18 @@ def forget_tensors(mode: FakeTensorMode) -> None:
 
 
 def identity(generator: torch.Generator) -> int:
-    """Tell generators apart, whichever Python objects stand for them."""
+    """Return an identity of a generator, whichever Python object stands for it."""
     number: int = generator._cdata  # type: ignore[attr-defined]
     return number
 
 
 def in_backward() -> bool:
-    """Tell whether autograd is running in this thread."""
+    """Return whether autograd is running in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Tell whether torch.compile has compiled a module or anything in it."""
+    """Return whether torch.compile has compiled a module or anything in it."""
     return any(
         name.rpartition(".")[2] == "_orig_mod"
         or part._compiled_call_impl is not None
@@ -174,12 +174,12 @@ def is_split_over_ranks(dataset: object) -> bool:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Tell whether somebody waits for the gradients of a tensor."""
+    """Return whether hooks wait for the gradients of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Tell how often a tensor was changed in place, through itself or a view; None if that is not counted."""
+    """Return how often a tensor was changed in place, through itself or a view; None if that is not counted."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -193,14 +193,14 @@ def written_arguments(operator: Any) -> frozenset[int | str]:
 
 @contextlib.contextmanager
 def replaced_trunc_normal(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Let torch's truncated normal be what ``replace`` makes of it."""
+    """Replace torch's truncated normal by what ``replace`` makes of it."""
     with _replaced(torch.nn.init, "_no_grad_trunc_normal_", replace):
         yield
 
 
 @contextlib.contextmanager
 def loading_values() -> Iterator[None]:
-    """Make ``torch.load`` read values under a ``FakeTensorMode`` as well, where it would skip them."""
+    """Set ``torch.load`` to read values under a ``FakeTensorMode`` as well, where it would skip them."""
 
     def with_values(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""The few words ranks must exchange below the parts, so that parts need not know one another."""
+"""The small protocol by which parts exchange values between ranks without knowing the collectives."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Coordinator(Protocol):
         """Wait for every rank; one that does not come is named by ``MissingRank``."""
 
     def any_true(self, flag: bool) -> bool:
-        """Tell every rank whether any rank said ``True``."""
+        """Return on every rank whether ``flag`` is true on any."""
 
     def side_channel(self) -> AbstractContextManager[Coordinator]:
-        """Open a line of its own to the same ranks, for a task that runs behind training.
+        """Open a side channel to the same ranks, for a task that runs in the background.
 
         What goes over it waits for no message of training and holds none up, so another thread may use it.
 
         Returns:
-            A context that gives the line; a rank that dies while others are inside is named by ``MissingRank``.
+            A context that yields the channel; a rank that dies while others are inside is named by ``MissingRank``.
 
         Raises:
             MissingCapability: If there can be none.

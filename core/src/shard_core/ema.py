@@ -75,7 +75,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the parameters as they are now into the average; call it after ``optimizer_step``."""
+        """Add the parameters as they are now to the average; call it after ``optimizer_step``."""
         averages, parameters = [], []
         for name, source in self._sources.items():
             average, now = local_part(self._averages[name]), local_part(source)
@@ -89,7 +89,7 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the module compute with the averages, to be evaluated; afterwards its parameters are what they were.
+        """Set the module to compute with the averages, to be evaluated; afterwards its parameters are what they were.
 
         Within, this rank's shards are there once more. Do not train within.
         """

@@ -47,7 +47,7 @@ class UnsupportedFloat16(MissingCapability, UnsupportedPrecision):
 
 
 class PrecisionMismatch(ShardError, TypeError):
-    """After setup a tensor has another dtype than the precision's table says."""
+    """After setup a tensor has another dtype than in the precision's table."""
 
 
 class SetupError(ShardError, RuntimeError):
@@ -67,7 +67,7 @@ class MissingRank(CollectiveError, TimeoutError):
 
 
 class LaunchError(ShardError, RuntimeError):
-    """Ranks could not be started, or the function handed to ``launch`` cannot travel to them."""
+    """Ranks could not be started, or the function given to ``launch`` cannot be pickled for them."""
 
 
 class RankFailed(LaunchError):
@@ -75,7 +75,7 @@ class RankFailed(LaunchError):
 
     Args:
         message: Which rank, what of, and from where.
-        sentence: What the rank's own error says, where Shard raised it on purpose; it needs no traceback.
+        sentence: The message of the rank's own error, where Shard raised it on purpose; it needs no traceback.
 
     Example:
         >>> RankFailed("rank 1 of 2 failed: ...", "devices is 0; ...").sentence

@@ -32,7 +32,7 @@ class LocalGradient:
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[LocalGradient]:
-    """Take the gradients of plain and DTensor parameters.
+    """Collect the gradients of plain and DTensor parameters.
 
     Args:
         parameters: Parameters; those without a gradient are left out.
@@ -73,7 +73,7 @@ def total_norm(gradients: Sequence[LocalGradient], norm_type: float, collectives
     Args:
         gradients: This rank's parts; every rank gives the parts of the same parameters.
         norm_type: Which p-norm; ``math.inf`` for the largest absolute value.
-        collectives: What ranks talk through.
+        collectives: Of all ranks.
 
     Returns:
         A 0-d tensor.
@@ -116,7 +116,7 @@ def scale(gradients: Sequence[LocalGradient], factor: float) -> None:
 
 
 def clip_norm(gradients: Sequence[LocalGradient], max_norm: float, norm: torch.Tensor) -> None:
-    """Shrink gradients in place so that their norm is at most ``max_norm``.
+    """Scale gradients down in place so that their norm is at most ``max_norm``.
 
     Args:
         gradients: This rank's parts.
@@ -145,7 +145,7 @@ def clip_values(gradients: Sequence[LocalGradient], clip_val: float) -> None:
 
 
 def all_finite(gradients: Sequence[LocalGradient]) -> bool:
-    """Tell whether this rank's parts hold neither infinities nor NaNs.
+    """Return whether this rank's parts hold neither infinities nor NaNs.
 
     Args:
         gradients: This rank's parts.

@@ -45,6 +45,6 @@ class NoInferenceMode:
             self._entered.pop().close()
 
     def remove(self) -> None:
-        """Give the module its plain forward back."""
+        """Remove the hooks: the module has its plain forward again."""
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""The sizes of the named axes along which ranks are arranged, checked before any rank talks."""
+"""Device meshes: the sizes of named axes along which ranks are arranged, and this rank's place on the data axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     _Subgroups = tuple[tuple[tuple[int, ...], ...], timedelta | None]
 
-#: The groups of ranks that were made, for each world: which ranks stand in line, and how long they wait.
+#: The process groups that were made, for each world: the ranks of each subgroup, and the timeout.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Subgroups, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 DATA_AXIS: Final = "data_parallel"
@@ -117,7 +117,7 @@ there are 6; data_parallel=3 or tensor_parallel=3 would fit.
         return self.axes[axis]
 
     def build(self, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
-        """Arrange the ranks of the default process group; every rank calls this.
+        """Build a mesh of the ranks of the default process group; every rank calls this.
 
         Args:
             device_type: ``"cpu"``, ``"cuda"``, ...
@@ -157,7 +157,7 @@ there are 6; data_parallel=3 or tensor_parallel=3 would fit.
 def arranged(
     ranks: torch.Tensor, names: tuple[str, ...], device_type: str, timeout: timedelta | None = None
 ) -> DeviceMesh:
-    """Make a mesh of ranks that stand where they are told to; every rank calls this.
+    """Build a mesh from the ranks' positions along its axes; every rank calls this.
 
     Torch's own constructors give the groups along an axis the default timeout, whatever that of the world is.
 
@@ -177,9 +177,9 @@ def arranged(
 
 
 def _group(subgroups: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Give this rank's group of those along one axis; one that was made before serves again.
+    """Return this rank's group of those along one axis; one that was made before serves again.
 
-    A group has threads and sockets and could not be left: torch remembers layouts, and with them the groups of meshes
+    A group has threads and sockets and could not be left: torch caches layouts, and with them the groups of meshes
     that are gone, for others that look the same.
     """
     import torch.distributed as dist

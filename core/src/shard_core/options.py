@@ -27,10 +27,10 @@ class Option:
 
 
 def option(default: Any, help: str) -> Any:
-    """Declare a field of a configuration dataclass together with the line people read about it.
+    """Declare a field of a configuration dataclass with the line people read about it.
 
     Args:
-        default: The value if the user says nothing.
+        default: The value if the user sets none.
         help: One line: what it does.
 
     Returns:
@@ -74,7 +74,7 @@ def check_names(
         refused: Keywords that people know from elsewhere, each with what to do instead.
 
     Raises:
-        InvalidOption: If any keyword is unknown; says what to do instead, or names the nearest and lists all.
+        InvalidOption: If any keyword is unknown; with what to do instead, or the nearest and all there are.
 
     Example:
         >>> check_names("strategy 'fsdp'", {"unit_sise": 1}, ["unit_size"])

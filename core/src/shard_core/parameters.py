@@ -49,7 +49,7 @@ class ParameterNames:
             self._owners.setdefault(id(parameter), (parameter, []))[1].append(plain_name(name))
 
     def __contains__(self, parameter: object) -> bool:
-        """Tell whether the module had this very parameter."""
+        """Return whether the module had this very parameter."""
         return id(parameter) in self._owners
 
     def of(self, parameter: torch.Tensor) -> str:
@@ -71,7 +71,7 @@ class ParameterNames:
         module: nn.Module | Mapping[str, torch.Tensor],
         lay_out: Callable[[torch.Tensor, Any], Any] | None = None,
     ) -> None:
-        """Make optimizers step the parameters a module has now instead of those it had.
+        """Point optimizers at the parameters a module has now instead of those it had.
 
         Groups, hyper-parameters and learning-rate schedulers stay what they are: the lists in the
         groups are changed in place. State that exists already is laid out like the new parameters.
@@ -114,7 +114,7 @@ class ParameterNames:
 
 
 def laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
-    """Bring a value of optimizer state to the device, dtype and shards of its parameter.
+    """Return a value of optimizer state on the device, in the dtype and shards of its parameter.
 
     Args:
         parameter: A plain tensor or a DTensor.
@@ -134,7 +134,7 @@ def laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Give what of a tensor lives on this rank, sharing its memory.
+    """Return what of a tensor lives on this rank, sharing its memory.
 
     Args:
         tensor: A plain tensor or a DTensor.
@@ -146,7 +146,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_no_gradients(names: ParameterNames) -> None:
-    """Refuse to re-make parameters that carry gradients, which would be lost.
+    """Check that parameters carry no gradients, which setup would lose.
 
     Args:
         names: The parameters about to be sharded.
@@ -163,7 +163,7 @@ def check_no_gradients(names: ParameterNames) -> None:
 
 
 def check_hooks_kept(names: ParameterNames, module: nn.Module) -> None:
-    """Refuse to train a module that was given other parameters than those hooks were registered on.
+    """Check that a module still has the parameters on whose gradients hooks were registered.
 
     Args:
         names: The parameters the module had before setup.

@@ -1,4 +1,4 @@
-"""Random numbers: the same initial weights on every rank, different dropout masks."""
+"""Random number generators: seeds, one stream for initial weights, one per data rank for dropout, and states."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def derived_seed(seed: int, *parts: int) -> int:
 
 @contextlib.contextmanager
 def shared_generator(coordinator: Coordinator) -> Iterator[None]:
-    """Let all ranks draw rank 0's random numbers inside, and go on with their own after.
+    """Set all ranks to draw rank 0's random numbers inside, and restore their own after.
 
     Args:
-        coordinator: What ranks agree through.
+        coordinator: Of all ranks.
     """
     own = torch.get_rng_state()
     shared = coordinator.broadcast_object(own)
@@ -72,7 +72,7 @@ def shared_generator(coordinator: Coordinator) -> Iterator[None]:
 
 
 def seed_data_rank(data_rank: int) -> None:
-    """Give this data-parallel rank a stream of random numbers of its own, for dropout and the like.
+    """Seed torch's generator with a number of this data-parallel rank's own, for dropout and the like.
 
     The first rank's stream goes on as in a single process.
 
@@ -84,7 +84,7 @@ def seed_data_rank(data_rank: int) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Take down where this process's generators stand, of Python, NumPy, torch and a CUDA device.
+    """Return the states of this process's generators, of Python, NumPy, torch and a CUDA device.
 
     Args:
         device: This rank's.
@@ -108,7 +108,7 @@ def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def check_generator_states(states: Mapping[str, object], device: torch.device) -> None:
-    """Prove that this process's generators can be put where others stood, and leave them where they stand.
+    """Check that this process's generators accept states, without changing them.
 
     Args:
         states: What ``generator_states`` may have returned.
@@ -121,7 +121,7 @@ def check_generator_states(states: Mapping[str, object], device: torch.device) -
     for name, own in generator_states(device).items():
         state = states.get(name)
         if name == "cuda" and state is None:
-            continue  # taken down on a CPU
+            continue  # saved on a CPU
         if not isinstance(state, torch.Tensor) or (state.dtype, state.shape) != (own.dtype, own.shape):
             raise ValueError(f"{name!r} is no {own.dtype} tensor of shape {tuple(own.shape)}")
         checked[name] = state
@@ -139,7 +139,7 @@ def check_generator_states(states: Mapping[str, object], device: torch.device) -
 
 
 def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Put this process's generators where others stood.
+    """Set the states of this process's generators.
 
     Args:
         states: What ``generator_states`` returned.

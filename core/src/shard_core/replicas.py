@@ -1,4 +1,4 @@
-"""What stays whole on every rank: the same start from rank 0, and averaged gradients."""
+"""What is replicated on every rank: values from rank 0 at the start, and averaged gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shard_core.initialization.recording import is_recorded
 
 
 def send_values(module: nn.Module) -> None:
-    """Give every rank the values of rank 0's parameters and buffers.
+    """Broadcast the values of rank 0's parameters and buffers to every rank.
 
     Args:
         module: The same on every rank but for values; tensors that have none yet are left out.

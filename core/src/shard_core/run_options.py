@@ -1,4 +1,4 @@
-"""What every strategy can be told about a run, declared once: where, on how many, in which dtype."""
+"""The options of a run that every strategy takes, declared once: where, on how many ranks, in which dtype."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _devices(value: object) -> int | str | tuple[int, ...]:
 def _parallel_devices(
     given: Sequence[object], accelerator: str, devices: int | str | Sequence[int]
 ) -> tuple[torch.device, ...]:
-    """Return the devices, which agree with one another and with what else was said about them."""
+    """Return the devices, which agree with one another and with the other options."""
     if not given:
         raise InvalidOption("parallel_devices is empty; give one device per rank on this host, or None.")
     found = tuple(_device(each) for each in given)
@@ -185,5 +185,5 @@ def _device(value: object) -> torch.device:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    """Tell whether a value is a whole number from 1 up; ``True`` is not one."""
+    """Return whether a value is a whole number from 1 up; ``True`` is not one."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

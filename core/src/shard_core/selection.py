@@ -48,7 +48,7 @@ def get_strategy(
     guard_timeout: timedelta = timedelta(seconds=60),
     **options: Any,
 ) -> Strategy:
-    """Find the strategy of a name, check what it is told, and build it; nothing is started yet.
+    """Find the strategy of a name, check its options, and build it; nothing is started yet.
 
     Args:
         name: The strategy's name, as ``shard list`` shows it; else what ``SHARD_STRATEGY`` says.

@@ -259,7 +259,7 @@ def leaves_out(defer: str) -> str | bool:
 def test_no_gradient_is_left_behind(worlds: Any) -> None:
     assert worlds(2).run(leaves_out, "all") == [True, True]
     for said in worlds(2).run(leaves_out, "auto"):
-        assert said.startswith("'blocks.2' ran in a micro-batch whose gradients were kept back, but not in the last")
+        assert said.startswith("'blocks.2' ran in a micro-batch whose gradients were deferred, but not in the last")
 
 
 def waits(timeout: float) -> float | str:

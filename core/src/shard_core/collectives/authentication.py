@@ -28,11 +28,11 @@ _CURE = f"give every rank the same {SECRET_VARIABLE}, or none any"
 
 
 class Authenticator:
-    """Signs what a rank sends, and proves of what it gets that a rank of this run sent it at this place.
+    """Signs what a rank sends, and verifies of what it gets that a rank of this run sent it at this place.
 
     Args:
         secret: What the ranks share and nobody else knows; None leaves messages unsigned.
-        session: What tells this run's messages from those of any other under the same secret.
+        session: What distinguishes this run's messages from those of any other under the same secret.
     """
 
     def __init__(self, secret: bytes | None = None, session: bytes = b"") -> None:
@@ -104,7 +104,7 @@ def read_secret() -> bytes | None:
 
 
 def meet(store: dist.Store, rank: int, world_size: int, secret: bytes | None, roll_call: RollCall) -> Authenticator:
-    """Agree with all ranks on a session, and prove that all have the same secret; every rank calls this.
+    """Agree with all ranks on a session, and check that all have the same secret; every rank calls this.
 
     Each rank draws a number, and the session is made of all of them: no message of another run fits into it.
 
@@ -150,7 +150,7 @@ def meet(store: dist.Store, rank: int, world_size: int, secret: bytes | None, ro
 
 
 def _numbers(store: dist.Store, hello: Authenticator, world_size: int) -> list[bytes] | str:
-    """Collect what all ranks have drawn, or say of which it cannot be told that they are ranks."""
+    """Collect what all ranks have drawn, or return a sentence that names those without the same secret."""
     numbers, strangers = [], []
     for rank in range(world_size):
         try:

@@ -1,4 +1,4 @@
-"""The part through which ranks talk; every strategy holds one."""
+"""The interface of collectives, of which every strategy holds one, and the reductions by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ReduceOp = Literal["mean", "sum", "max", "min", "product"]
 
 
 def reduce_op_named(op: object) -> ReduceOp:
-    """Resolve what a user gave as reduction to its one name.
+    """Return the canonical name of what a user gave as reduction.
 
     Args:
         op: A reduction's name in any case, of which ``"avg"`` means ``"mean"``; a member of
@@ -124,7 +124,7 @@ class Collectives(abc.ABC):
         Args:
             tensor: Any shape, the same on every rank.
             group: A process group; None for the whole world.
-            sync_grads: Let gradients of the result flow back to the ranks the parts came from.
+            sync_grads: Whether gradients of the result flow back to the ranks the parts came from.
 
         Returns:
             A tensor of shape ``(ranks, *tensor.shape)``.
@@ -158,16 +158,16 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def any_true(self, flag: bool) -> bool:
-        """Tell every rank whether any rank said ``True``."""
+        """Return on every rank whether ``flag`` is true on any."""
 
     def side_channel(self) -> AbstractContextManager[Coordinator]:
-        """Open a line of its own to the same ranks, for a task that another thread does behind training.
+        """Open a side channel to the same ranks, for a task that another thread does in the background.
 
         Raises:
             MissingCapability: If these collectives have none.
         """
         raise MissingCapability(
-            f"{type(self).__name__} cannot talk behind training; save with blocking=True, or let the class implement "
+            f"{type(self).__name__} cannot talk in the background; save with blocking=True, or let the class implement "
             "side_channel()."
         )
 

@@ -30,7 +30,7 @@ class Leaves:
 
     Args:
         verb: What the user has called, for messages.
-        collectives: What ranks talk through.
+        collectives: Of all ranks.
         group: Those that take part; None for the whole world.
         device: Where numbers are put.
     """
@@ -99,7 +99,7 @@ class Leaves:
         )
 
     def _check_alike(self, leaves: Mapping[str, str]) -> None:
-        """Compare digests of what the ranks have, and only if they differ the whole."""
+        """Compare digests of what the ranks have, and all of it only if they differ."""
         text = json.dumps(leaves).encode()
         digests = self._gathered(hashlib.sha256(text).digest())
         if (digests == digests[0]).all():

@@ -15,7 +15,7 @@ _VALUE, _PICKLE, _REFUSAL = b"v", b"p", b"r"
 
 
 def pack(value: Any) -> bytes:
-    """Turn a value of Shard's own into a message; one that cannot be sent becomes a message that says so."""
+    """Convert a value of Shard's own to a message; one that cannot be sent becomes a refusal."""
     try:
         return _VALUE + serialize(value)
     except Unserializable as error:
@@ -39,17 +39,17 @@ def unpack(message: memoryview, device: torch.device | None = None) -> Any:
 
 
 def raise_refusal(message: bytes | memoryview) -> None:
-    """Raise what a message says that could not be sent.
+    """Raise the error in a refusal; return for any other message.
 
     Raises:
-        CollectiveError: If it says so.
+        CollectiveError: If it is a refusal.
     """
     if bytes(message[:1]) == _REFUSAL:
         raise CollectiveError(bytes(message[1:]).decode(errors="replace"))
 
 
 def pack_object(value: Any) -> bytes:
-    """Turn an object of a user's into a message: pickled only if it does not consist of plain values alone."""
+    """Convert an object of a user's to a message: pickled only if it does not consist of plain values alone."""
     try:
         return _VALUE + serialize(value, exact=True)
     except Unserializable:

@@ -40,7 +40,7 @@ _OPS = {
 
 
 class ProcessGroupCollectives(Collectives):
-    """Talks through torch.distributed: gloo between CPUs, NCCL between CUDA devices.
+    """Runs collectives of torch.distributed: gloo between CPUs, NCCL between CUDA devices.
 
     Tensors of devices that the backend does not reach travel through host memory.
 
@@ -48,7 +48,7 @@ class ProcessGroupCollectives(Collectives):
         backend: torch.distributed's backend; None chooses by the device.
         timeout: How long a collective of a training step may take.
         guard_timeout: How long ``connect`` and ``barrier`` wait for a rank before they name it, and how long one
-            may not be heard of behind training.
+            may give no sign of life on a side channel.
     """
 
     def __init__(
@@ -178,13 +178,13 @@ class ProcessGroupCollectives(Collectives):
         self._roll_call.answer(name)
 
     def any_true(self, flag: bool) -> bool:
-        """Tell every rank whether any rank said ``True``."""
+        """Return on every rank whether ``flag`` is true on any."""
         if self.world_size == 1:
             return flag
         return bool(self.all_reduce(torch.tensor(int(flag)), reduce_op="max").item())
 
     def side_channel(self) -> AbstractContextManager[Coordinator]:
-        """Talk through the store the ranks met at, over another connection: one client serves one thread at a time."""
+        """Open one over the store the ranks met at, by another connection: one client serves one thread at a time."""
         if self._store is None:
             raise _not_connected()
         self._side_store = self._side_store or self._store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
@@ -218,7 +218,7 @@ def _check_backend(backend: str) -> None:
 
 @contextlib.contextmanager
 def translate_torch_errors(what: str) -> Iterator[None]:
-    """Translate what torch raises in messages between ranks, and nothing else is sent there: it is about another rank.
+    """Translate what torch raises inside, where nothing but messages between ranks can fail.
 
     Args:
         what: The kind of message, such as "a reduction".

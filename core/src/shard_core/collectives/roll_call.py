@@ -15,7 +15,7 @@ _connections = itertools.count()
 
 
 class RollCall:
-    """Lets ranks wait for one another without the training process group, with names for the absent.
+    """A barrier without the training process group, which names the ranks that do not come.
 
     Every call costs each rank a few requests to the store, whatever the number of ranks; only when
     somebody is missing are the ranks asked for one by one.
@@ -35,7 +35,7 @@ class RollCall:
         self._calls = 0
 
     def answer(self, name: str) -> None:
-        """Report here and wait until all ranks did.
+        """Report that this rank has come, and wait until all have.
 
         Args:
             name: What the ranks meet for, for the message.
@@ -98,7 +98,7 @@ def _call_of(name: str) -> str:
 
 
 def lost_store(rank: int) -> MissingRank:
-    """Make the error of a rank to which the store does not answer any more."""
+    """Return the error of a rank to which the store does not answer any more."""
     return MissingRank(
         f"rank {rank} lost the store that the ranks meet at; look at rank 0, or at the agent that serves the store, "
         "for a crash."

@@ -1,4 +1,4 @@
-"""Values as bytes and back, without pickle: JSON, and behind it the contents of tensors, arrays and bytes."""
+"""Values as bytes and back, without pickle: JSON, followed by the contents of tensors, arrays and bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Unserializable(CollectiveError):
 
 
 def serialize(value: Any, *, exact: bool = False) -> bytes:
-    """Turn a value into bytes.
+    """Convert a value to bytes.
 
     Args:
         value: None, booleans, numbers, strings, bytes, torch dtypes, dense tensors, NumPy arrays and scalars of
@@ -62,7 +62,7 @@ def serialize(value: Any, *, exact: bool = False) -> bytes:
 
 
 def deserialize(data: Buffer, device: torch.device | None = None) -> Any:
-    """Turn bytes into the value they stand for; whatever they are, nothing in them is executed.
+    """Convert bytes to the value they stand for; whatever they are, nothing in them is executed.
 
     Args:
         data: What ``serialize`` returned, or anything else.
@@ -92,7 +92,7 @@ def deserialize(data: Buffer, device: torch.device | None = None) -> Any:
 
 
 class _Writer:
-    """Collects what stands behind the JSON of one value.
+    """Collects what follows the JSON of one value.
 
     Attributes:
         kinds: What each content is.
@@ -163,7 +163,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _contents(kinds: JSON, data: memoryview, device: torch.device | None) -> list[Any]:
-    """Read what stands behind the JSON."""
+    """Read what follows the JSON."""
     found, begin = [], 0
     for kind, *about in kinds:
         read, size = _KINDS[kind](about, device)

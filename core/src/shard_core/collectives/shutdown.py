@@ -1,4 +1,4 @@
-"""The last step of a run: leave torch's process group so that the interpreter can exit in peace.
+"""The last step of a run: destroy torch's process group so that the interpreter exits without an abort.
 
 A rank that talks over gloo could die at interpreter exit with "terminate called without an active
 exception" (SIGABRT). What it was (torch 2.13, CPython 3.11, seen in core dumps): a collective is finished
@@ -40,7 +40,7 @@ def close_process_group() -> None:
 
 
 def settle_at_exit() -> None:
-    """Give worker threads their moment before the interpreter shuts down, if nothing closes the group.
+    """Register a wait for worker threads before the interpreter shuts down, if nothing closes the group.
 
     Call it where the process group is made: a script may end without ``teardown``.
     """
@@ -49,7 +49,7 @@ def settle_at_exit() -> None:
 
 
 def _settle() -> None:
-    """Leave the interpreter's lock to worker threads that still hold a finished collective."""
+    """Release the interpreter's lock to worker threads that still hold a finished collective."""
     gc.collect()
     for _ in range(_NAPS):
         time.sleep(_NAP_SECONDS)

@@ -76,7 +76,7 @@ class SingleCollectives(Collectives):
         return flag
 
     def side_channel(self) -> contextlib.AbstractContextManager[Coordinator]:
-        """Give itself: it holds nothing up."""
+        """Return itself: it holds nothing up."""
         return contextlib.nullcontext(self)
 
     def close(self) -> None:

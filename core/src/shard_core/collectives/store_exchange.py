@@ -1,4 +1,4 @@
-"""Small objects exchanged over a key-value store, by threads that must keep out of training's way."""
+"""Side channels: small objects exchanged over a key-value store by background threads, beside training."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ class StoreExchange:
         self.gather_objects(None)
 
     def any_true(self, flag: bool) -> bool:
-        """Tell every rank whether any rank said ``True``."""
+        """Return on every rank whether ``flag`` is true on any."""
         return any(self.gather_objects(flag))
 
     def side_channel(self) -> contextlib.AbstractContextManager[Self]:
-        """Give itself: it holds no training up."""
+        """Return itself: it holds no training up."""
         return contextlib.nullcontext(self)
 
     def _put(self, key: str, message: bytes) -> None:
@@ -136,11 +136,11 @@ class StoreExchange:
         self._store.set(key, signed)  # type: ignore[arg-type]  # torch's stubs leave bytes out
 
     def _context(self, key: str) -> str:
-        """Return which message it is that stands under a key."""
+        """Return the context in which the message under a key is signed."""
         return f"{self._name}/{key}"
 
     def _collected(self) -> tuple[str, Any]:
-        """Collect what all ranks say, unread, or the error that all shall raise."""
+        """Collect the messages of all ranks, unread, or the error that all shall raise."""
         keys = {rank: f"{self._calls}/{rank}" for rank in range(self._world_size)}
         try:
             arrived = zip(keys.values(), self._fetched(keys), strict=True)
@@ -179,7 +179,7 @@ class StoreExchange:
             )
 
     def _leave(self) -> None:
-        """Let rank 0, which may serve the store, leave last, and leave no keys behind."""
+        """Delete the keys and leave: rank 0 last, which may serve the store."""
         try:
             self._store.delete_key(f"pulse/{self._rank}")
             left = self._store.add("left", 1)
@@ -191,14 +191,14 @@ class StoreExchange:
                 for key in ("left", *(f"{call}/all" for call in range(1, self._calls + 1))):
                     self._store.delete_key(key)
         except dist.DistError:
-            return  # all has been said; whoever served the store is gone already
+            return  # all messages have arrived; whoever served the store is gone already
 
 
 class _Pulse:
-    """A sign of life, given again and again by a thread of its own.
+    """A heartbeat from a thread of its own.
 
     Args:
-        beat: Gives it.
+        beat: Sends one.
         seconds: How often.
     """
 
@@ -209,12 +209,12 @@ class _Pulse:
         self._thread = threading.Thread(target=self._run, name="shard-pulse", daemon=True)
 
     def start(self) -> None:
-        """Give the first sign before the others may wait for it."""
+        """Send the first before the others may wait for it, and start the thread."""
         self._beat()
         self._thread.start()
 
     def stop(self) -> None:
-        """Give none any more."""
+        """Stop the thread."""
         self._stopped.set()
         self._thread.join()
 
@@ -223,4 +223,4 @@ class _Pulse:
             try:
                 self._beat()
             except dist.DistError:
-                return  # the store is gone; whoever asks it for an answer says so
+                return  # the store is gone; whoever asks it for an answer raises that

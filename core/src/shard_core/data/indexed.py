@@ -1,4 +1,4 @@
-"""Batches from a dataset with indices: shared out by us, so the position is known exactly."""
+"""Batches from a dataset with indices: a sampler of ours shares them out, so the position is known exactly."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class IndexedFeed:
         loader: The user's loader, over a map-style dataset.
         rank: This rank's place among those that see different data.
         world_size: How many those are.
-        coordinator: What all ranks agree through.
-        split_batches: Whether the loader's batch size is that of all ranks together.
+        coordinator: Of all ranks.
+        split_batches: Whether the loader's batch size is the global one, of all ranks.
 
     Raises:
         InvalidOption: If ranks were given different loaders, or a batch cannot be shared out.
@@ -64,7 +64,7 @@ class IndexedFeed:
         return self._sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; staying in the present one keeps the position, unless it was read to its end."""
+        """Set the epoch; staying in the present one keeps the position, unless it was read to its end."""
         if epoch == self._sampler.epoch and self._resumed:
             self._stays = True
         elif epoch != self._sampler.epoch or not self._sampler.steps(self._sampler.position):
@@ -72,7 +72,7 @@ class IndexedFeed:
             self._expected_digest, self._resumed = None, False
 
     def __iter__(self) -> Iterator[Any]:
-        """Give the rest of the epoch, or the next epoch if nothing is left of it."""
+        """Yield the rest of the epoch, or the next epoch if nothing is left of it."""
         sampler = self._sampler
         sampler.begin()
         self._check_digest()
@@ -103,7 +103,7 @@ class IndexedFeed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position that was saved at this or another world size."""
+        """Restore a position that was saved at this or another world size."""
         order = self._sampler.order
         differences = []
         if state.get("order") != order.kind:
@@ -134,7 +134,7 @@ class IndexedFeed:
 def _agreed_seed(
     loader: DataLoader[Any], length: int | None, split_batches: bool, coordinator: Collectives
 ) -> tuple[int, bool]:
-    """Make sure that all ranks hold the same loader; return rank 0's seed."""
+    """Check that all ranks hold the same loader; return rank 0's seed."""
     mine = {
         "dataset": "one with indices",
         "samples": length,
@@ -167,7 +167,7 @@ def _global_batch(loader: DataLoader[Any], world_size: int, split_batches: bool)
 
 
 def _rebuilt(loader: DataLoader[Any], sampler: ResumableSampler, generator: torch.Generator) -> DataLoader[Any]:
-    """Make a loader that is like the user's but for the sampler and the generator."""
+    """Build a loader that is like the user's but for the sampler and the generator."""
     whole = loader.batch_sampler is None
     chosen: dict[str, Any] = {"sampler": sampler, "batch_size": None} if whole else {"batch_sampler": sampler}
     if loader.num_workers > 0:

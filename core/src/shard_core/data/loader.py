@@ -26,14 +26,14 @@ class ShardedLoader:
     on rank 0; batches of an own batch sampler are dealt out whole, in turn.
 
     Each ``iter`` is the next epoch. One that was left early, or saved and loaded, goes on with the next
-    unseen sample; ``set_epoch(loader.epoch + 1)`` begins afresh instead. All ranks iterate together.
+    unseen sample; ``set_epoch(loader.epoch + 1)`` begins afresh instead. All ranks iterate at the same time.
 
     An ``IterableDataset`` is shared by whole batches: every rank reads all of it and is handed batch n if it is data
     rank n modulo their number. A last round that has no batch for every rank is left out on all, and logged once. One
-    that gives each rank its own share passes through as it is. Which of the two it is ``shard_stream`` says; else
+    that gives each rank its own share passes through as it is. Which of the two it is ``shard_stream`` sets; else
     the ranks compare their first batch. If it is alike everywhere the stream is shared. If it differs it must bear
     the mark of a library that has split it, or come from a loader with a ``state_dict``; anything else is an error.
-    The length is known from then on. A stream that was left early begins afresh, or where its ``state_dict`` says.
+    The length is known from then on. A stream that was left early begins afresh, or where its ``state_dict`` stood.
 
     The position of a stream can be saved if it has a ``state_dict`` and no worker processes, or the loader has one.
     A shared one resumes at every world size, one that gives each rank its share at its own.
@@ -42,9 +42,9 @@ class ShardedLoader:
         loader: The user's loader over all data, alike on every rank.
         rank: This rank's place among those that see different data.
         world_size: How many those are.
-        coordinator: What all ranks agree through; building and iterating exchange a message.
-        transfer: Brings a batch to this rank's device.
-        split_batches: Whether the loader's batch size is that of all ranks together, not of one.
+        coordinator: Of all ranks; construction and iteration exchange a message.
+        transfer: Moves a batch to this rank's device.
+        split_batches: Whether the loader's batch size is the global one, of all ranks.
         shard_stream: For an ``IterableDataset``: whether to share its batches among ranks, since every rank's loader
             gives all of them in the same order; False if each rank's gives that rank's own share.
 
@@ -97,7 +97,7 @@ class ShardedLoader:
         return self._feed.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch the next ``iter`` gives.
+        """Set the epoch that the next ``iter`` yields.
 
         In the present epoch the position is kept, so a script that resumes in the middle may call this as
         it does otherwise; of an epoch that was loaded as finished, nothing is given again.
@@ -108,7 +108,7 @@ class ShardedLoader:
         self._feed.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Give this rank's batches, on its device."""
+        """Yield this rank's batches, on its device."""
         for batch in self._feed:
             yield self._transfer(batch)
 
@@ -133,7 +133,7 @@ class ShardedLoader:
         return self._feed.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was called, at the next unseen sample.
+        """Restore the position at which ``state_dict`` was called: the next is the first unseen sample.
 
         Args:
             state: What it returned, at this or another world size.

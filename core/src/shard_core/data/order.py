@@ -23,7 +23,7 @@ class Order:
 
     Attributes:
         kind: ``"sequential"``, ``"shuffled"``, or ``"sampler"`` and ``"batch sampler"`` for the user's own.
-        seed: What shuffled orders are drawn from, together with the epoch.
+        seed: What shuffled orders are drawn from, with the epoch.
         chosen: Whether the user gave the loader this seed, rather than torch.
         count: How many items an epoch has; an own sampler may give a different number in some epochs.
         items: Lists the items of an epoch, given a seed and the epoch; every rank calls it.
@@ -61,7 +61,7 @@ def seed_of(loader: DataLoader[Any]) -> tuple[int, bool]:
 def order_of(
     loader: DataLoader[Any], *, seed: int, chosen: bool, rank: int, world_size: int, coordinator: Collectives
 ) -> Order:
-    """Recognise a loader's order.
+    """Find a loader's order.
 
     Args:
         loader: The user's loader over a map-style dataset.
@@ -69,7 +69,7 @@ def order_of(
         chosen: Whether the user gave it to the loader.
         rank: This rank's place among those that see different data.
         world_size: How many those are.
-        coordinator: Through which rank 0 tells the others what the user's own sampler says.
+        coordinator: Through which rank 0 broadcasts what the user's own sampler yields.
 
     Returns:
         The order, alike on every rank.
@@ -107,7 +107,7 @@ def shuffled(size: int, count: int, *, seed: int, epoch: int, replacement: bool 
     Args:
         size: How many samples there are.
         count: How many to draw.
-        seed: What to draw from, together with ``epoch``; torch's ``DistributedSampler`` adds them too.
+        seed: What to draw from, with ``epoch``; torch's ``DistributedSampler`` adds them too.
         epoch: Which epoch.
         replacement: Whether a sample may come again before all others came.
 
@@ -128,7 +128,7 @@ def shuffled(size: int, count: int, *, seed: int, epoch: int, replacement: bool 
 
 
 def _seed(initial: int) -> int:
-    """Leave room for the epoch: torch reports a negative seed as one just below 2**64."""
+    """Return a seed with room for the epoch: torch reports a negative one as just below 2**64."""
     return initial % 2**63
 
 
@@ -160,7 +160,7 @@ def _distributed(sampler: DistributedSampler[Any], rank: int, world_size: int) -
 
 
 def _from_rank_0(kind: str, sampler: Any, seed: int, coordinator: Collectives) -> Order:
-    """Take rank 0's word: nothing says that the user's own sampler gives every rank the same."""
+    """Return the order that rank 0's sampler has: the user's own may not yield the same on every rank."""
     try:
         count = len(sampler)
     except TypeError as error:
@@ -177,7 +177,7 @@ def _from_rank_0(kind: str, sampler: Any, seed: int, coordinator: Collectives) -
 
 
 def _listed(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """List a sampler's items so that the same epoch gives the same again, if it draws from torch."""
+    """List a sampler's items so that the same epoch has the same again, if it draws from torch."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     with torch.random.fork_rng(devices=[]):

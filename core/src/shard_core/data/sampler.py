@@ -86,11 +86,11 @@ class ResumableSampler(Sampler[Any]):
         return whole + (rest >= self._smallest)
 
     def advance(self) -> None:
-        """Note that every rank was handed its share of one more global batch."""
+        """Advance the position: every rank has got its share of one more global batch."""
         self.position = min(self.position + self._global_batch, self._count)
 
     def __iter__(self) -> Iterator[Any]:
-        """Give this rank's share of each remaining global batch."""
+        """Yield this rank's share of each remaining global batch."""
         self.begin()
         first = self.position  # it moves on while this runs
         for step in range(self.steps(first)):

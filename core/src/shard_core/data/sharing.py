@@ -31,7 +31,7 @@ def agreed(mine: Mapping[str, Any], extra: T, coordinator: Coordinator) -> T:
     Args:
         mine: What must be alike, by name.
         extra: What need not be.
-        coordinator: What all ranks agree through.
+        coordinator: Of all ranks.
 
     Returns:
         Rank 0's extra value.
@@ -52,7 +52,7 @@ def agreed(mine: Mapping[str, Any], extra: T, coordinator: Coordinator) -> T:
 
 
 def shards_itself(loader: DataLoader[Any]) -> bool:
-    """Look for a mark that a loader gives each rank its own share: a split that its library knows of, or a position.
+    """Return whether a loader bears a mark that each rank has its own share: its library's split, or a position.
 
     A loader that keeps its own position comes from a library that streams, and these shard by themselves.
 
@@ -69,10 +69,10 @@ def reads_alike(first: list[Any], *, marked: bool, replicas: int, coordinator: C
         first: This rank's first batch; empty if its stream is.
         marked: Whether there is a mark that each rank has its own share.
         replicas: How many ranks are to see different data.
-        coordinator: What all ranks agree through.
+        coordinator: Of all ranks.
 
     Returns:
-        Whether every rank reads all the data, or None if all streams are empty, which says nothing.
+        Whether every rank reads all the data, or None if all streams are empty, which proves nothing.
 
     Raises:
         InvalidOption: If the batches contradict the mark, differ without one, or cannot be compared.
@@ -135,7 +135,7 @@ class _Sink:
 
 
 class _Digester(pickle.Pickler):
-    """Writes values alone: nobody reads the pickle, and nothing in it tells one process from another."""
+    """Writes values alone: nobody reads the pickle, and nothing in it depends on the process."""
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):

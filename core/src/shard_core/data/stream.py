@@ -27,7 +27,7 @@ class StreamFeed:
         loader: The user's loader.
         rank: This rank's place among those that see different data.
         world_size: How many those are.
-        coordinator: What all ranks agree through.
+        coordinator: Of all ranks.
         split_batches: Refused: a stream is shared by whole batches.
         shard_stream: Whether every rank reads the whole stream and is handed its share of the batches; None finds out
             with the first batch.
@@ -70,7 +70,7 @@ class StreamFeed:
         self._reported = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader and its dataset, where they want to know."""
+        """Set the epoch, of the loader and its dataset too where they have one."""
         self.epoch = epoch
         for listener in (self.loader, self.loader.dataset):
             if hasattr(listener, "set_epoch"):
@@ -90,7 +90,7 @@ class StreamFeed:
         self.epoch += 1
 
     def __len__(self) -> int:
-        """Ask the loader; nothing but a TypeError tells ``list`` and progress bars that there is no length."""
+        """Return the loader's length; only by a TypeError do ``list`` and progress bars know that there is none."""
         if self._shared is None:
             raise TypeError(
                 "the length is known when the first batch has shown whether ranks share this IterableDataset; pass "
@@ -110,7 +110,7 @@ class StreamFeed:
         return {"epoch": self.epoch, "order": "stream", "ranks": ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hand the state of a shared stream to every rank, or each rank its own, if there are as many as then."""
+        """Restore the state of a shared stream on every rank, or each rank's own, if there are as many as then."""
         if state.get("order") != "stream":
             raise CheckpointMismatch(
                 f"the data cannot go on where it was saved: the order was {state.get('order')!r} and is 'stream'. "
@@ -145,7 +145,7 @@ class StreamFeed:
             )
 
     def _check_ends_alike(self, count: int) -> None:
-        """Make sure that all ranks saw the same stream to its end."""
+        """Check that all ranks saw the same stream to its end."""
         if self._coordinator.world_size == 1:
             return
         # Names in time who goes on alone with a longer stream, instead of mixing with what that rank reduces.

@@ -1,1 +1,1 @@
-"""Sharding modules with torch's ``fully_shard`` (FSDP2), for every engine that uses it."""
+"""Sharding modules with torch's ``fully_shard`` (FSDP2): the sharder, units, deferred sync, entry methods, gloo."""

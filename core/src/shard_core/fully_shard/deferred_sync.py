@@ -1,4 +1,4 @@
-"""Gradients that wait for a later micro-batch: what holds them must run in it, or they would stay behind."""
+"""Deferred gradients wait for a later micro-batch: their units must run in it, or they would be lost."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class DeferredSync:
-    """Notices units that keep gradients for a micro-batch in which they do not run.
+    """Notices units with deferred gradients that do not run in the micro-batch that reduces them.
 
-    Torch sends what a unit has kept when its next backward sends something; a unit that is left out there sends
+    Torch sends what a unit has deferred when its next backward sends something; a unit that is left out there sends
     nothing, and its gradient would be lost without a word.
 
     Args:
         units: The units of a module, without the root's.
 
     Attributes:
-        deferred: Whether gradients are kept back just now.
+        deferred: Whether the reduction of gradients is deferred just now.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -36,16 +36,16 @@ class DeferredSync:
                 module.register_forward_pre_hook(self._note(unit.names[0]))
 
     def check_sent(self) -> None:
-        """Make sure, after a backward, that it left nothing behind.
+        """Check, after a backward, that no deferred gradient was left out.
 
         Raises:
-            SetupError: If a unit ran while gradients were kept back, and not since.
+            SetupError: If a unit ran while gradients were deferred, and not since.
         """
         if not self.deferred and self._pending:
             name = min(self._pending)
             self._pending.clear()
             raise SetupError(
-                f"{name!r} ran in a micro-batch whose gradients were kept back, but not in the last one, which sends "
+                f"{name!r} ran in a micro-batch whose gradients were deferred, but not in the last one, which sends "
                 "them; pass defer_sync='all', or leave no_backward_sync out."
             )
 
@@ -59,7 +59,7 @@ class DeferredSync:
 
 
 class DeferredGradients:
-    """Notices who throws gradients away while they wait where torch keeps them, which is not in ``.grad``.
+    """Notices who discards deferred gradients, which wait where torch keeps them and not in ``.grad``.
 
     There is no way to reach them. From one micro-batch to the next zeros stand in ``.grad`` in their place.
 
@@ -72,17 +72,17 @@ class DeferredGradients:
         self._zeros: dict[str, tuple[torch.Tensor, int | None]] = {}
 
     def show(self) -> None:
-        """Let zeros stand for what a backward has kept back."""
+        """Set ``.grad`` to zeros where a backward has deferred the gradients."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
                 self._zeros[name] = parameter.grad, version_of(parameter.grad)
 
     def take_back(self) -> None:
-        """Make room for what a backward brings.
+        """Remove the zeros before a backward adds gradients.
 
         Raises:
-            SetupError: If somebody has thrown away what waits, or changed it.
+            SetupError: If somebody has discarded or changed what waits.
         """
         zeros, self._zeros = self._zeros, {}
         touched = []

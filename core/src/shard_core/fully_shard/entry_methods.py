@@ -1,4 +1,4 @@
-"""Calls of what is inside a sharded module from other places than the module's forward."""
+"""Entry methods: calls of what is inside a sharded module from other places than the module's forward."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from shard_core.fully_shard.units import Unit
 
-#: What units get to be told that a part of them has run.
+#: The forward method that is set on units, to run their hooks when a part of them has run.
 _PASS_ON = "_shard_pass_on"
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Free whole parameters: after a forward that no backward has followed, a unit may still show them.
+    """Free unsharded parameters: after a forward that no backward has followed, a unit may still show them.
 
     Args:
         module: One that was sharded.
@@ -34,7 +34,7 @@ def reshard(module: torch.nn.Module) -> None:
 
 
 class EntryMethods:
-    """Gathers the unit around a submodule that a user's method calls, and sees that its gradients are reduced.
+    """Gathers the unit around a submodule that a user's method calls, and has its gradients reduced.
 
     The engine does both around the forward of a unit. A method other than forward calls submodules one by one; each
     of them, if it runs while no forward does, is what the unit has to be gathered for. A hook on the submodules that
@@ -113,7 +113,7 @@ class EntryMethods:
 
 
 def _run_through(module: torch.nn.Module, output: Any) -> Any:
-    """Let the hooks of a module see an output as if it had computed it."""
+    """Run the hooks of a module on an output as if it had computed it."""
     own = vars(module).get("forward")
     module.forward = lambda: output
     try:

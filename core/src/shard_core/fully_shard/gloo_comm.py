@@ -1,7 +1,7 @@
-"""What ``fully_shard`` says over gloo, said in fewer bytes.
+"""The all-gather and reduce-scatter of ``fully_shard`` over gloo, in fewer bytes.
 
 Gloo has no reduce-scatter: torch makes one of an all-reduce of a copy, which is twice the traffic (torch's pull request
-118911 says so), and it gathers into a buffer of its own before it copies that into place.
+118911), and it gathers into a buffer of its own before it copies that into place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") 
 
 
 def is_gloo(mesh: DeviceMesh) -> bool:
-    """Tell whether the ranks that shard a copy of a model talk over gloo.
+    """Return whether the ranks that shard a copy of a model exchange over gloo.
 
     Args:
         mesh: Ranks along one axis, or along two, of which the last shards.
@@ -36,12 +36,12 @@ def is_gloo(mesh: DeviceMesh) -> bool:
 
 
 def use_gloo_comm(module: FSDPModule) -> None:
-    """Let a module that was sharded gather its parameters and reduce its gradients with less traffic.
+    """Set the collectives below on a module that was sharded.
 
     Args:
         module: The module, or a part of it that is a unit.
     """
-    # Torch does not show the classes that it says these have; it asks no more of them than is here.
+    # The classes in torch's annotations are private; torch calls no more of them than is here.
     gather: Any = InPlaceGather()
     scatter: Any = PairwiseScatter()
     module.set_custom_all_gather(gather)
@@ -49,10 +49,10 @@ def use_gloo_comm(module: FSDPModule) -> None:
 
 
 class _HeapAllocator:
-    """Takes staging memory where torch does."""
+    """Allocates the memory of messages as torch does."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Give memory that a message is put together in.
+        """Allocate memory that a message is assembled in.
 
         Args:
             size: Its shape.
@@ -136,7 +136,7 @@ class PairwiseScatter(_HeapAllocator):
 
 
 def _swap(given: torch.Tensor, taken: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send each other rank its row, and take from it what it has for this one."""
+    """Send each other rank its row, and receive from it what it has for this one."""
     size, rank = group.size(), group.rank()
     under_way = []
     for step in range(1, size):

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class FullySharder:
-    """Shards modules unit by unit and never holds one of them whole.
+    """Shards modules unit by unit and never holds one of them unsharded.
 
     A strategy holds one per run. Order of calls: ``recording`` around construction, ``shard``, then
     ``backward`` around each backward, ``deferred`` around those whose gradients need not travel yet, ``reshard`` before
@@ -45,13 +45,13 @@ class FullySharder:
 
     Args:
         mesh: The data-parallel ranks along one axis, or along two: copies, and the ranks that shard each.
-        collectives: What all ranks talk through.
-        units: Tells which submodules of a module share one message.
-        reshard_after_forward: Whether whole parameters are freed between forward and backward; None
+        collectives: Of all ranks.
+        units: Returns which submodules of a module share one message.
+        reshard_after_forward: Whether unsharded parameters are freed between forward and backward; None
             does so for all but the root's.
         mixed_precision: Dtypes that differ from those parameters are stored in; None for no others.
         offload: Where shards live between uses; None for the device.
-        deferred: What ``deferred`` keeps back: all of the reduction, the reduction between copies, or nothing; None
+        deferred: What ``deferred`` defers: all of the reduction, the reduction between copies, or nothing; None
             for the second where there are several copies, else for the first.
     """
 
@@ -83,7 +83,7 @@ class FullySharder:
 
     @contextlib.contextmanager
     def recording(self, empty_init: bool) -> Iterator[None]:
-        """Note what constructors do instead of doing it; ``shard`` replays it shard by shard.
+        """Record what constructors do instead of doing it; ``shard`` replays it shard by shard.
 
         Args:
             empty_init: Whether parameters wait for a checkpoint instead.
@@ -153,7 +153,7 @@ class FullySharder:
 
     @contextlib.contextmanager
     def deferred(self, module: torch.nn.Module) -> Iterator[None]:
-        """Let gradients add up on this rank as far as they are kept back: whole ones, or this copy's shards.
+        """Defer sync inside: unsharded gradients add up on this rank, or this copy's shards of them.
 
         Args:
             module: One that was sharded.
@@ -178,14 +178,14 @@ class FullySharder:
 
     @contextlib.contextmanager
     def backward(self, module: torch.nn.Module) -> Iterator[None]:
-        """Run a backward inside, after which no gradient is left behind that an earlier one had kept back.
+        """Run a backward inside, after which no gradient is left out that an earlier one had deferred.
 
         Args:
             module: One that was sharded.
 
         Raises:
-            SetupError: If a unit ran in an earlier micro-batch and not in this one, or if gradients were thrown away
-                that wait for this one.
+            SetupError: If a unit ran in an earlier micro-batch and not in this one, or if deferred gradients were
+                discarded or changed.
         """
         for each in self._gradients.values():  # the loss may have come through several modules
             each.take_back()
@@ -196,7 +196,7 @@ class FullySharder:
             self._syncs[module].check_sent()
 
     def reshard(self) -> None:
-        """Let all modules show their shards, which are about to be read or changed."""
+        """Free unsharded parameters of all modules, whose shards are about to be read or changed."""
         for module in self._replicas:
             reshard(module)
 
@@ -223,7 +223,7 @@ class FullySharder:
         _log_units(module, units, self._mesh)
 
     def _refuse_unset(self, module: torch.nn.Module) -> None:
-        """Let the first forward make sure that a checkpoint has filled every parameter."""
+        """Register a check before the first forward that a checkpoint has filled every parameter."""
 
         def check(called: torch.nn.Module, args: Any) -> None:
             del args
@@ -242,7 +242,7 @@ class FullySharder:
 def _shard_full_tensors(
     module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *others: object
 ) -> None:
-    """Let ``load_state_dict`` take what other processes have saved whole, which torch would not mix with shards."""
+    """Shard full tensors that ``load_state_dict`` is given, which torch would not mix with shards."""
     del others
     reshard(module)
     for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
@@ -257,7 +257,7 @@ def _unsharded(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.
 
 
 def _log_units(module: torch.nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
-    """Log what was sharded together."""
+    """Log the units and their sizes."""
     total, logged = num_bytes(module), 0
     for number, unit in enumerate(units):
         # A unit does not hold what units inside it hold.

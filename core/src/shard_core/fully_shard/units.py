@@ -26,7 +26,7 @@ class Unit:
 
     @classmethod
     def of(cls, blocks: Iterable[tuple[str, nn.Module]]) -> Unit:
-        """Make a unit of named submodules.
+        """Build a unit of named submodules.
 
         Args:
             blocks: Names and submodules.
@@ -67,7 +67,7 @@ def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
 
 
 def unit_sizes(module: nn.Module, unit_bytes: int) -> list[int]:
-    """List sizes of units that cut a module in different ways.
+    """List sizes of units that divide a module in different ways.
 
     Args:
         module: The whole module.
@@ -103,7 +103,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequence[Unit] = ()) -> list[Unit]:
-    """Make a unit of each of some submodules, besides and inside other units.
+    """Build a unit of each of some submodules, besides and inside other units.
 
     Args:
         module: The whole module.
@@ -181,7 +181,7 @@ def _grouped(run: Sequence[tuple[str, nn.Module]], unit_bytes: int) -> list[Unit
 
 
 def _without_ties(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """Leave out the units that would part a shared parameter: sharded in two places it would become two, silently."""
+    """Drop the units that would part a shared parameter: sharded in two places it would become two, silently."""
     dissolved = groups_that_part(module, [unit.modules for unit in units])
     return [unit for number, unit in enumerate(units) if number not in dissolved]
 
@@ -206,7 +206,7 @@ def groups_that_part(module: nn.Module, groups: Sequence[Sequence[nn.Module]]) -
 
 
 def _parting(module: nn.Module, groups: Sequence[Sequence[nn.Module]], dissolved: set[int]) -> set[int]:
-    """Number the groups between the owners of one parameter and the innermost group around all of them."""
+    """Find the groups between the owners of one parameter and the innermost group around all of them."""
     numbers = {part: number for number, group in enumerate(groups) if number not in dissolved for part in group}
     stacks: dict[int, set[tuple[int, ...]]] = {}
     seen: set[tuple[nn.Module, tuple[int, ...]]] = set()

@@ -1,1 +1,1 @@
-"""Building modules without the memory of their values, and giving them the values a plain build has."""
+"""Deferred initialization: constructors are recorded without the memory of values, and replayed shard by shard."""

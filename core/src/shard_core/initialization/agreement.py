@@ -1,4 +1,4 @@
-"""Making sure that every rank recorded the same program."""
+"""Checking that every rank recorded the same program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_agreement(
     Args:
         operations: What made the values that are about to be replayed.
         constants: Tensors that had values from the start, by name.
-        coordinator: The ranks.
+        coordinator: Of all ranks.
 
     Raises:
         CannotReplay: On every rank, when the programs differ.

@@ -28,7 +28,7 @@ _OVERWRITING = {
 }
 #: Operators that leave what they return undefined.
 _BLANK = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-#: Operators that look at the shape, not at the values, of their first argument.
+#: Operators that read the shape, not the values, of their first argument.
 _SHAPED = _BLANK | {
     "full_like",
     "new_full",
@@ -73,7 +73,7 @@ class Call:
         return bool(self._written)
 
     def returned(self, output: Any) -> None:
-        """Put the call on the tape, unless it only looked at shapes."""
+        """Append the call to the tape, unless it only read shapes."""
         if self._only_reshapes:
             return
         tensors = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -147,7 +147,7 @@ class Call:
 
 
 def begins_recording(operator: Any) -> bool:
-    """Tell whether an operator gives a tensor without values though its arguments have them.
+    """Return whether an operator makes a tensor without values though its arguments have them.
 
     These draw, or turn what Python knows into a tensor, or take no more than a shape; anything else that is done to
     tensors with values alone is simply done.

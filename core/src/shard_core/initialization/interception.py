@@ -1,4 +1,4 @@
-"""Seeing every operation on tensors without values, inside the constructors' block and after it."""
+"""Intercepting every operation on tensors without values, inside the constructors' block and after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Interception(FakeTensorMode):
-    """Gives tensors without values and writes down what is done to them, wherever it is done."""
+    """Makes tensors without values and records what is done to them, wherever it is done."""
 
     def __init__(self, owner: object) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
@@ -38,11 +38,11 @@ class Interception(FakeTensorMode):
         self._warned = False
 
     def __deepcopy__(self, memo: Any) -> Interception:
-        """Stay what it is when a tensor that refers to it is copied."""
+        """Return itself: a copied tensor refers to the same recording."""
         return self
 
     def may_turn_const(self, t: torch.Tensor) -> bool:  # noqa: ARG002
-        """Keep no values beside the tape."""
+        """Return False: no values are kept but on the tape."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -62,7 +62,7 @@ class Interception(FakeTensorMode):
         return self._record(func, types, args, kwargs)
 
     def initialise(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Record an initialiser that draws random numbers and looks at them as one operation."""
+        """Record an initialiser that draws random numbers and reads them as one operation."""
         with unset_fake_temporarily():
             call = Call(self.tape, function, (tensor, *args), kwargs, self._stream((args, kwargs)))
             call.returned(tensor)
@@ -139,7 +139,7 @@ class Interception(FakeTensorMode):
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
     def _resolved(self, leaf: Any) -> Any:
-        """Give the values of a tensor of another recording."""
+        """Return the values of a tensor of another recording; anything else as it is."""
         if not intercepted(leaf) or self.is_our_fake(leaf):
             return leaf
         assert isinstance(leaf.fake_mode, Interception)
@@ -189,7 +189,7 @@ class Values(TorchFunctionMode):
 
 
 def intercepted(thing: object) -> TypeGuard[FakeTensor]:
-    """Tell whether something is a tensor without values of a recording."""
+    """Return whether something is a tensor without values of a recording."""
     return isinstance(thing, FakeTensor) and isinstance(thing.fake_mode, Interception)
 
 
@@ -204,7 +204,7 @@ def _check_devices(func: Any, arguments: Any) -> None:
 
 
 def _constructor() -> str:
-    """Name the module whose ``__init__`` is running."""
+    """Return the name of the ``__init__`` that is running."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Giving a sharded module the values its recorded constructors would have given it, one tensor at a time."""
+"""Filling a sharded module with the values of its recorded constructors, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Materializer:
                 setattr(owner, _last(name), replaced[id(tensor)])
 
     def allocate(self, device: torch.device, *, parameters: torch.device | None = None) -> None:
-        """Give every tensor memory for this rank's part.
+        """Allocate memory for this rank's part of every tensor.
 
         Args:
             device: Where the parts live.
@@ -64,7 +64,7 @@ class Materializer:
             setattr(owner, _last(name), made[id(tensor)])
 
     def pop_optimizer_state(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Take optimizer state without values out, until ``fill`` puts it back with values.
+        """Remove optimizer state without values, until ``fill`` restores it with values.
 
         Args:
             optimizers: Optimizers about to be pointed at the module's new parameters.
@@ -104,7 +104,7 @@ class Materializer:
 
 
 def unset_parameters(module: nn.Module) -> list[str]:
-    """Name the parameters that still wait for a checkpoint, as far as this rank holds them.
+    """List the parameters that still wait for a checkpoint, as far as this rank holds them.
 
     Args:
         module: A module that was filled with ``parameters=False``.

@@ -1,4 +1,4 @@
-"""Modules that users built on the meta device: given values by a function of theirs, or refused."""
+"""Modules that users built on the meta device: initialised by a function of theirs, or refused."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def needs_values(module: nn.Module, coordinator: Coordinator) -> bool:
-    """Tell whether a module has tensors on the meta device that nothing is recorded of; every rank calls this.
+    """Return whether a module has tensors on the meta device that nothing is recorded of; every rank calls this.
 
     Args:
         module: The whole module.
-        coordinator: The ranks.
+        coordinator: Of all ranks.
 
     Raises:
         SetupError: If ranks differ.
@@ -44,7 +44,7 @@ def needs_values(module: nn.Module, coordinator: Coordinator) -> bool:
 def initialise(
     module: nn.Module, function: Callable[[nn.Module], object] | None, recording: contextlib.AbstractContextManager[Any]
 ) -> None:
-    """Call a function for each submodule that has tensors on the meta device, and see that it gives values to all.
+    """Call a function for each submodule that has tensors on the meta device, and check that it initialises all.
 
     What it does is recorded, to be replayed shard by shard: no rank ever holds what it seems to make.
 
@@ -81,7 +81,7 @@ def initialise(
 
 
 def _call(function: Callable[[nn.Module], object], part: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
-    """Let a function initialise a submodule, and keep what has values: a tied parameter got them where it came first.
+    """Call a function on a submodule, and keep what has values: a tied parameter got them where it came first.
 
     Functions empty and fill all that a submodule holds, so they meet stand-ins for what is to be kept.
     """
@@ -120,7 +120,7 @@ def _own(part: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _OnHost(TorchFunctionMode):
-    """Lets functions that name a device make what they make on the CPU; setup brings shards to their device."""
+    """Makes tensors on the CPU in functions that name a device; setup moves shards to their device."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

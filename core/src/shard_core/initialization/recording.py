@@ -35,7 +35,7 @@ class Recording:
         self.peak_bytes = 0
 
     def replay(self, wanted: Mapping[str, torch.Tensor], deliver: Callable[[str, torch.Tensor], None]) -> None:
-        """Compute the values of recorded tensors and hand them out, each as early as possible.
+        """Compute the values of recorded tensors and deliver them, each as early as possible.
 
         Memory that no operation filled (``torch.empty`` alone) is zero. Every rank must call this.
 
@@ -44,7 +44,7 @@ class Recording:
 
         Args:
             wanted: The tensors by name: parameters, buffers, optimizer state made from them. A name may stand for the
-                same tensor as another, or for one over the same storage; a tensor that has values is handed out as
+                same tensor as another, or for one over the same storage; a tensor that has values is delivered as
                 it is.
             deliver: Called once for each name with a tensor on the device it was built on. It may keep the tensor.
 
@@ -67,7 +67,7 @@ class Recording:
         ends = {stream: position for stream, position in positions.items() if position is not None}
         replay = Replay(receivers, deliver, ends=ends.values(), landmarks=self._tape.landmarks)
         if self.coordinator is not None and self.coordinator.world_size > 1:
-            # Not what is replayed: where a rank's generators end, and at what it has looked, is its own affair.
+            # Not what is replayed: where a rank's generators end, and which values it has read, may differ.
             check_agreement(program(receivers), constants, self.coordinator)
         for name, tensor in constants.items():
             deliver(name, tensor.detach())
@@ -77,12 +77,12 @@ class Recording:
             stream.arrive(position)
 
     def goes_on(self) -> bool:
-        """Tell whether the generator still stands where this recording left it, its numbers not yet drawn."""
+        """Return whether the generator is still as this recording left it, its numbers not yet drawn."""
         position = self._tape.stream(torch.default_generator).find()
         return position is not None and position.state is None
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
-        """Tell whether nothing was ever written into one of its tensors."""
+        """Return whether nothing was ever written into one of its tensors."""
         return self._tape.value(tensor, "setup").producer is None
 
     @contextlib.contextmanager
@@ -137,12 +137,12 @@ def record(coordinator: Coordinator | None = None, *, after: Recording | None = 
             yield recording
     finally:
         if not torch.equal(own, shared):
-            # This rank's later numbers are its own affair; only the module's are rank 0's.
+            # This rank's later numbers are its own; only the module's are rank 0's.
             torch.set_rng_state(own)
 
 
 def is_recorded(tensor: object) -> bool:
-    """Tell whether something is a tensor without values.
+    """Return whether something is a tensor without values.
 
     Example:
         >>> with record():
@@ -154,7 +154,7 @@ def is_recorded(tensor: object) -> bool:
 
 
 def is_blank(tensor: torch.Tensor) -> bool:
-    """Tell whether something is a tensor without values into which nothing was ever written.
+    """Return whether something is a tensor without values into which nothing was ever written.
 
     Example:
         >>> with record():

@@ -22,14 +22,14 @@ class Replay:
     """One run of the operations that some values depend on.
 
     Operations that draw run in program order; one that does not draw runs as soon as what it needs is there, so that a
-    value is complete, handed out and dropped long before the end of the program. A value that is overwritten before
+    value is complete, delivered and dropped long before the end of the program. A value that is overwritten before
     anybody read it is dropped at once.
 
     Args:
-        wanted: Which values to hand out, each with what its receivers call it and how they look at it.
+        wanted: Which values to deliver, each with what its receivers call it and how they view it.
         deliver: Called with a name and a tensor, as soon as nothing else needs the value.
         ends: Positions of generators that must be known in the end.
-        landmarks: Positions to remember when passed, so that a later run can start there; None remembers all.
+        landmarks: Positions whose states are kept when passed, so that a later run can start there; None keeps all.
     """
 
     def __init__(

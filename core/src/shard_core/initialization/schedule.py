@@ -22,7 +22,7 @@ def program(values: Iterable[Value]) -> list[Operation]:
 
 
 def ordered(operations: list[Operation]) -> Iterator[Operation]:
-    """Give the operations in program order, each that draws nothing as early as it can run."""
+    """Yield the operations in program order, each that draws nothing as early as it can run."""
     needed = set(operations)
     waits: Counter[Operation] = Counter()
     followers: dict[Operation, list[Operation]] = {operation: [] for operation in operations}
@@ -48,7 +48,7 @@ def ordered(operations: list[Operation]) -> Iterator[Operation]:
 
 
 def revisited(operations: list[Operation]) -> set[Position]:
-    """Find the positions a generator goes back to, whose states must be remembered."""
+    """Find the positions a generator goes back to, whose states must be kept."""
     at: dict[Stream, Position | None] = {}
     found: set[Position] = set()
     for operation in operations:

@@ -56,7 +56,7 @@ class Stream:
                 return position
 
     def leave(self) -> Position:
-        """Hand the generator back in a state of its own; numbers to come have nothing to do with those before.
+        """Leave the generator in a state of its own; numbers to come have nothing to do with those before.
 
         Where nothing was drawn since the state was last set, the generator is right as it is and stays.
         """

@@ -37,7 +37,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """How one tensor looks at a storage; ``value`` is ``None`` where only its shape matters."""
+    """How one tensor views a storage; ``value`` is ``None`` where only its shape matters."""
 
     value: Value | None
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class View:
         )
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor that looks at a real storage in this way."""
+        """Return the tensor that views a real storage in this way."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.conjugate:
@@ -69,7 +69,7 @@ class View:
         return torch._neg_view(tensor) if self.negative else tensor
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a real tensor looks at its storage in this way."""
+        """Return whether a real tensor views its storage in this way."""
         return self == View.of(tensor, self.value)
 
 
@@ -83,9 +83,9 @@ class Operation:
         args: Positional arguments, a ``View`` in place of each recorded tensor.
         kwargs: Keyword arguments, likewise.
         outputs: A ``View`` for each tensor that came out.
-        default_dtype: What ``torch.get_default_dtype`` said.
+        default_dtype: What ``torch.get_default_dtype`` returned.
         reads: The contents it needs.
-        overwrites: The contents it gives to a storage whole, without looking at the old ones.
+        overwrites: The contents it gives to a storage as a whole, without reading the old ones.
         renews: Pairs of contents it changes in place, before and after.
         creates: The contents of the storages it makes.
         stream: The generator it draws from, if any.
@@ -114,7 +114,7 @@ class Tape:
     Attributes:
         operations: The program.
         streams: The generators it draws from, by their identity.
-        landmarks: Positions worth remembering when a replay passes them.
+        landmarks: Positions whose states a replay keeps when it passes them.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Tape:
         self._storages: list[torch.UntypedStorage] = []
 
     def append(self, operation: Operation) -> None:
-        """Put an operation at the end, and move the generator it draws from."""
+        """Append an operation, and move the generator it draws from."""
         self.operations.append(operation)
         for value in operation.reads:
             value.readers.append(operation)
@@ -141,14 +141,14 @@ class Tape:
         return View.of(tensor, self.value(tensor, reader))
 
     def hold(self, tensor: torch.Tensor, value: Value) -> None:
-        """Note what the storage of a tensor holds from now on."""
+        """Record what the storage of a tensor holds from now on."""
         storage = tensor.untyped_storage()
         if id(storage) not in self._current:
             self._storages.append(storage)
         self._current[id(storage)] = value
 
     def holds(self, tensor: torch.Tensor, reader: object) -> bool:
-        """Tell whether the storage of a tensor is known."""
+        """Return whether the storage of a tensor is known."""
         if tensor.layout is not torch.strided:
             raise CannotReplay(
                 f"{reader} makes a tensor of layout {tensor.layout}, and only dense tensors can be built without their"
@@ -160,7 +160,7 @@ class Tape:
         """Return what the storage of a recorded tensor holds now.
 
         Raises:
-            CannotReplay: When its storage was filled behind the recording's back.
+            CannotReplay: When its storage was filled and no operation was recorded.
         """
         if not self.holds(tensor, reader):
             if tensor.untyped_storage().nbytes():
@@ -174,7 +174,7 @@ class Tape:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """List what is in nested tuples, lists and dicts, in order."""
+    """Yield what is in nested tuples, lists and dicts, in order."""
     if isinstance(tree, tuple | list):
         for branch in tree:
             yield from leaves(branch)

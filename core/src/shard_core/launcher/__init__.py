@@ -1,1 +1,1 @@
-"""Who runs: joining ranks that exist, or starting them on this host."""
+"""Launchers: joining the ranks that exist, or starting them on this host, watching them and naming what failed."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def choose_launcher(devices: int, process: ProcessInfo | None) -> Launcher:
-    """Join the ranks that exist, start local ones, or stay alone.
+    """Choose a launcher: for ranks that exist, for local ones to be started, or for this process alone.
 
     Args:
         devices: How many ranks this host should have.
@@ -40,7 +40,7 @@ class CurrentProcessLauncher(Launcher):
     """
 
     def launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function(*args)`` and return its result; nothing needs to travel.
+        """Call ``function(*args)`` and return its result; nothing needs to be pickled.
 
         Args:
             function: Any callable.

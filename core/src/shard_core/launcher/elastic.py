@@ -22,7 +22,7 @@ from shard_core.launcher.watch import Watch
 if TYPE_CHECKING:
     from torch.distributed.launcher import LaunchConfig
 
-# The agent announces what it does and what failed; the launcher says it once, in words of its own.
+# The agent logs what it does and what failed; the launcher reports it once, in words of its own.
 _LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
@@ -35,7 +35,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class ElasticLauncher(Launcher):
-    """Starts local ranks, hands each the same call, and ends all of them if one fails.
+    """Starts local ranks, runs the same call on each, and ends all of them if one fails.
 
     A rank that has finished leaves a few seconds later, whatever the others do: one that waits for it in a collective
     can never be served, and fails then.
@@ -51,7 +51,7 @@ class ElasticLauncher(Launcher):
         self.num_processes = num_processes
 
     def __repr__(self) -> str:
-        """Show what was chosen."""
+        """Return how it was built."""
         return f"{type(self).__name__}(num_processes={self.num_processes})"
 
     def launch(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -65,7 +65,7 @@ class ElasticLauncher(Launcher):
             Rank 0's result.
 
         Raises:
-            LaunchError: If the function, an argument or the result cannot travel between processes.
+            LaunchError: If the function, an argument or the result cannot be pickled.
             RankFailed: If a rank raised or died: the first one, with its own traceback.
         """
         refuse_unguarded()

@@ -53,7 +53,7 @@ def detect(environ: Mapping[str, str] | None = None) -> ProcessInfo | None:
 
 
 def export(info: ProcessInfo) -> None:
-    """Tell torch this process's place through its environment variables; what stands there stays.
+    """Set torch's environment variables to this process's place; those that are set stay.
 
     Args:
         info: The place.
@@ -84,7 +84,7 @@ def _torch_variables(environ: Mapping[str, str]) -> ProcessInfo | None:
             )
         local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size)
     else:
-        # A pod of a training job holds one rank and is not told a local one.
+        # A pod of a training job holds one rank, and no variable has a local one.
         local_rank, local_world_size = 0, _integer(environ, "LOCAL_WORLD_SIZE", 1)
     if world_size > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -115,7 +115,7 @@ def _slurm(environ: Mapping[str, str]) -> ProcessInfo | None:
         return None
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     world_size = _integer(environ, tasks, 1)
-    # The name alone does not tell: `srun -n 8 bash train.sh` is called bash too.
+    # The name alone proves nothing: `srun -n 8 bash train.sh` is called bash too.
     if world_size == 1 and environ.get("SLURM_JOB_NAME") in _INTERACTIVE:
         return None
     if "SLURM_STEP_ID" not in environ:
@@ -163,7 +163,7 @@ def _pmi(environ: Mapping[str, str]) -> ProcessInfo | None:
 
 
 def _mpi(environ: Mapping[str, str], source: str, names: tuple[str, ...]) -> ProcessInfo | None:
-    """Read rank, size, local rank and local size; MPI says nothing about where rank 0 listens."""
+    """Read rank, size, local rank and local size; MPI has no variable for where rank 0 listens."""
     if names[0] not in environ:
         return None
     rank, world_size, local_rank, local_world_size = (_integer(environ, name) for name in names)

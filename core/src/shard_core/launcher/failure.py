@@ -1,4 +1,4 @@
-"""Finding the first of several failed ranks, and saying what it died of."""
+"""The error of a launch that failed: which of several failed ranks was the first, and what it died of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shard_core.launcher.watch import Death
 
 
 def explain(folder: str, num_processes: int, exits: Mapping[int, int], deaths: Sequence[Death]) -> LaunchError:
-    """Make the error of a launch that failed.
+    """Return the error of a launch that failed.
 
     Args:
         folder: Where the ranks reported.
@@ -54,7 +54,7 @@ def _finished_before(failed: Report, reports: Sequence[Report]) -> str:
 
 
 def _first_unreported(reports: Sequence[Report], exits: Mapping[int, int], deaths: Sequence[Death]) -> Death | None:
-    """Find the rank that died first of those that said nothing about it."""
+    """Find the rank that died first of those that have not reported an error."""
     reported = {report.rank for report in reports if report.state == FAILED}
     for death in deaths:
         if death.rank not in reported:

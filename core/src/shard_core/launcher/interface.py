@@ -1,4 +1,4 @@
-"""Who runs: a launcher brings up the ranks and calls one function on each."""
+"""The interface of launchers, which start the ranks and call one function on each; a process's place among ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """This process's place among the ranks, as its environment tells it.
+    """This process's place among the ranks, as its environment has it.
 
     Attributes:
         source: Who started the ranks: ``"torchrun"``, ``"SLURM"``, ``"Open MPI"``, ...
@@ -48,6 +48,6 @@ class Launcher(abc.ABC):
             The return value of global rank 0, where rank 0 runs on this host; otherwise ``None``.
 
         Raises:
-            LaunchError: If the function or an argument cannot travel to another process.
+            LaunchError: If the function or an argument cannot be pickled for another process.
             RankFailed: If a rank raised or died, with its own traceback.
         """

@@ -1,4 +1,4 @@
-"""Ranks of one host alone: who started them gives them a secret, and they talk over the loopback interface."""
+"""Ranks of one host alone: their launcher gives them a secret, and they connect over the loopback interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOPBACK_NAMES = ("lo", "lo0")
 def loopback_only() -> Iterator[None]:
     """Set what ranks started inside take from the environment, and put everything back; what a user has set stays.
 
-    They get a secret by which each knows that a message comes from another, and gloo and NCCL are told to listen where
+    They get a secret by which each knows that a message comes from another, and gloo and NCCL are set to listen where
     no other host can connect.
     """
     names = {SECRET_VARIABLE: secrets.token_hex(32), **_interfaces()}
@@ -32,7 +32,7 @@ def loopback_only() -> Iterator[None]:
 
 
 def _interfaces() -> dict[str, str]:
-    """Name the loopback interface to gloo and NCCL; where there is none of a known name, they choose as ever."""
+    """Return the variables that set the interface of gloo and NCCL; none where no loopback of a known name exists."""
     found = [name for _, name in socket.if_nameindex() if name in _LOOPBACK_NAMES]
     if not found:
         return {}

@@ -1,4 +1,4 @@
-"""What can travel to a new process, and one sentence for what cannot."""
+"""What can be pickled for a new process, and one sentence for what cannot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from shard_core.errors import LaunchError
 
-#: How a new process ends that was told to launch ranks while it still imports the script.
+#: How a new process ends that calls launch() while it still imports the script.
 UNGUARDED_EXIT = 78
 
 UNGUARDED = (
@@ -21,7 +21,7 @@ UNGUARDED = (
 
 
 def refuse_unguarded() -> None:
-    """Leave at once if this process was started as a rank and is still importing the script.
+    """Exit at once if this process was started as a rank and is still importing the script.
 
     Raises:
         SystemExit: With ``UNGUARDED_EXIT``, which the launcher turns into a sentence; nothing is printed.
@@ -74,7 +74,7 @@ def check_importable(*objects: Any) -> None:
 
 
 def check_picklable(*objects: Any) -> None:
-    """Name the first object that cannot be pickled; asked only after starting a process failed.
+    """Check that objects can be pickled; called only after starting a process failed.
 
     Args:
         objects: The function to launch and its arguments.

@@ -22,7 +22,7 @@ from shard_core.errors import ShardError
 from shard_core.launcher.report import DONE, FAILED, REFUSED, STARTED, Report, read_report
 
 # A rank that raises stays this long before it ends. So the launcher sees first a rank that died without
-# a word, and not the others, which raise because their peer hung up on them.
+# a word, and not the others, which raise because its connection was lost.
 LINGER_SECONDS = 0.5
 # How long a rank that has finished stays for the others.
 _STAY_SECONDS = 3.0
@@ -48,7 +48,7 @@ class RankCall:
 
 
 def run_rank(call: RankCall) -> None:
-    """Make the call on this rank and report how it ended.
+    """Run the call on this rank and report how it ended.
 
     Args:
         call: The call.
@@ -73,9 +73,9 @@ def run_rank(call: RankCall) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Tell the launcher that started this process, if one did, what has failed; the same error only once.
+    """Report to the launcher that started this process, if one did, what has failed; the same error only once.
 
-    To be called before anything is cleaned up: others raise as soon as their peer hangs up on them, and must not be
+    To be called before anything is cleaned up: others raise as soon as its connections are lost, and must not be
     taken for the first.
 
     Args:
@@ -107,7 +107,7 @@ def _result(folder: str) -> Path:
 
 
 def _call(call: RankCall) -> tuple[Any, str]:
-    """Give what the function returned, and how it left where it did not return."""
+    """Return what the function returned, and how it left where it did not return."""
     try:
         return call.function(*call.args), ""
     except SystemExit as leaving:
@@ -117,7 +117,7 @@ def _call(call: RankCall) -> tuple[Any, str]:
 
 
 def _keep(result: Any, folder: str) -> None:
-    """Write rank 0's result down: a tensor handed over by shared memory would die with its rank."""
+    """Write rank 0's result to a file: a tensor in shared memory would die with its rank."""
     try:
         _result(folder).write_bytes(pickle.dumps(result))
     except Exception as error:
@@ -156,7 +156,7 @@ def _leave_soon() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Leave what torch runs here after the call, once it only waits for the other ranks."""
+    """Exit from what torch runs here after the call, once it only waits for the other ranks."""
     del number
     if frame is not None and frame.f_globals["__name__"] == multiprocessing.synchronize.__name__:
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""What a started rank tells its launcher, one small file per rank."""
+"""What a started rank reports to its launcher, in one small file per rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ STARTED, DONE, FAILED, REFUSED = "started", "done", "failed", "refused"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The last thing a rank said.
+    """The last report of a rank.
 
     Attributes:
-        rank: Who says it.
+        rank: Which rank.
         state: ``"started"``, ``"done"``, ``"failed"``, or ``"refused"`` where the launch itself was at fault.
         cause: One line: what went wrong.
         detail: The rank's own traceback.
-        sentence: What the error says, if it was raised on purpose.
+        sentence: The message of the error, if it was raised on purpose.
         pid: Its process.
         when: Seconds on a clock that all processes of this host share.
     """
@@ -34,7 +34,7 @@ class Report:
     when: float = dataclasses.field(default_factory=time.time)
 
     def write(self, folder: str) -> None:
-        """Replace what this rank said before; a reader sees the old or the new, never a part.
+        """Replace this rank's last report; a reader sees the old or the new, never a part.
 
         Args:
             folder: The launch's own folder.
@@ -45,14 +45,14 @@ class Report:
 
 
 def read_report(folder: str, rank: int) -> Report | None:
-    """Read the last thing a rank said.
+    """Read the last report of a rank.
 
     Args:
         folder: The launch's own folder.
         rank: Whose report.
 
     Returns:
-        The report, or None if the rank has not come as far as saying anything.
+        The report, or None if the rank has not come as far as writing one.
     """
     try:
         return Report(**json.loads(_path(folder, rank).read_text()))

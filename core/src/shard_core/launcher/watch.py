@@ -1,4 +1,4 @@
-"""Seeing which rank died first, and when, and ending the ranks that outlive it."""
+"""Watching the ranks' processes: which died first, and when; the ranks that outlive it are ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.05
 # a rank that hangs in a collective with a SIGTERM handler of its own, and for ever for one that left
 # by os._exit(0).
 _GRACE_SECONDS = 3.0
-# After how long it is said that some ranks have finished and others have not: those may wait for ever.
+# After how long a warning names ranks that go on while others have finished: they may wait for ever.
 _STRAGGLER_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Watch:
-        """Begin to watch."""
+        """Start the thread."""
         if hasattr(os, "waitid"):
             self._thread.start()
         return self
@@ -79,7 +79,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -102,7 +102,7 @@ class Watch:
                 return
 
     def _warn_of_stragglers(self) -> None:
-        """Say once that ranks have parted: one that left early lets the others wait in a collective."""
+        """Warn once of ranks that go on while others have finished: they may wait in a collective."""
         if time.time() < self._warns_at:
             return
         self._warns_at = time.time() + _POLL_SECONDS * 20

@@ -1,1 +1,1 @@
-"""How optimizers meet shards: which may step them, with which kernel, and the step on this rank's shards."""
+"""Optimizers over shards: which may step them, with which kernel, and the step on this rank's shards."""

@@ -18,11 +18,11 @@ from shard_core.optim.trial import Bounds, NoAnswer, Trial, named, undisturbed
 _MATRIX = (136, 144)
 
 #: By size, the pieces of a tensor: multiples of 64, so that vectorized kernels leave no rest and give the same bits.
-#: The later begin where no block of the 256 of block-wise quantization does, so that blocks are cut through. The first
+#: The later begin where no block of the 256 of block-wise quantization does, so that blocks are split. The first
 #: is small: to an optimizer that keeps statistics of rows each element is a row, and that is found out early.
 _PIECES = {136 * 144: [64, 6400, 13120], 1152: [64, 384, 704]}
 
-#: By piece, the company it is stepped in: what stands before it, what behind, and how large their gradients are.
+#: By piece, its neighbours in the same step: the shapes before it, those after it, and the scale of gradients.
 _NEIGHBOURS: tuple[tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], float], ...] = (
     ((), (), 1.0),
     ((), ((90, 100),), 30.0),
@@ -55,7 +55,7 @@ def why_not_elementwise(
     """Explain why an optimizer cannot be trusted to work element by element.
 
     It is judged by what it does. One of the same class and settings steps a matrix whole and alone, others step the
-    same numbers cut into flat pieces, some beside other tensors. After each step values and state must have the same
+    same numbers split into flat pieces, some beside other tensors. After each step values and state must have the same
     bits, and what the groups hold must be the same. The optimizer itself, its state and the random number generators
     are left alone; what it keeps beside its groups, such as a limit, is given to those that are tried, if it is plain.
     No answer counts as a reason: it cannot be built, it fails, it works too much. What changes its
@@ -80,7 +80,7 @@ def why_not_elementwise(
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """Settings of an optimizer that compare by what they say, so that verdicts can be remembered."""
+    """Settings of an optimizer that compare by their text, so that verdicts can be cached."""
 
     text: str
     values: Mapping[str, Any] = dataclasses.field(compare=False)
@@ -156,14 +156,14 @@ def _random(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
 
 
 def _start(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Make values of a tensor; zeros among them show the slightest step."""
+    """Draw values of a tensor; zeros among them show the slightest step."""
     start = _random(shape, generator)
     start.view(-1)[::7] = 0.0
     return start
 
 
 def _gradient(step: int, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Make a gradient: almost at right angles to each row, as where a norm follows; along the rows; or neither."""
+    """Draw a gradient: almost at right angles to each row, as where a norm follows; along the rows; or neither."""
     gradient = _random(values.shape, generator)
     rows, row = gradient.flatten(1), values.flatten(1)
     unit = row / row.square().mean(1, keepdim=True).sqrt()
@@ -175,7 +175,7 @@ def _gradient(step: int, values: torch.Tensor, generator: torch.Generator) -> to
 
 
 class _Piece:
-    """One flat piece of each watched tensor, stepped in its company."""
+    """One flat piece of each watched tensor, stepped with its neighbours."""
 
     def __init__(self, make: Callable[..., Trial], number: int, whole: Sequence[Sequence[torch.Tensor]]) -> None:
         self._number = number
@@ -188,7 +188,7 @@ class _Piece:
         self._trial.step(self._with_neighbours(gradients, self._scale * scale))
 
     def difference(self, whole: Trial) -> str | None:
-        """Return what is no longer as it is with the whole, as a clause."""
+        """Return what is no longer as it is with the whole, as a clause; None if all is."""
         for parameters, of_whole in zip(self._trial.parameters, whole.parameters, strict=True):
             watched = parameters[len(self._before) : len(parameters) - len(self._after)]
             for piece, parameter in zip(watched, of_whole, strict=True):
@@ -222,7 +222,7 @@ def _shared(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _same(whole: Any, piece: Any, cut: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> bool:
-    """Compare, tensors bit for bit: what is kept for a whole, cut, and what is kept for a piece."""
+    """Compare, tensors bit for bit, what is kept for a whole, a piece of it, and what is kept for a piece."""
     if type(whole) is not type(piece):
         return False
     if isinstance(whole, torch.Tensor):

@@ -20,7 +20,7 @@ _decided: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Mapping[st
 
 
 def is_torch_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer steps as torch wrote it: an overridden step may know more than torch's does.
+    """Return whether an optimizer steps as torch wrote it: an overridden step may do more than torch's does.
 
     Args:
         optimizer: The user's.
@@ -29,7 +29,7 @@ def is_torch_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
-    """Tell whether a group leaves it to torch how its step is computed.
+    """Return whether a group leaves it to torch how its step is computed.
 
     Args:
         group: One of an optimizer's.
@@ -67,7 +67,7 @@ def fastest_kernel(
 def inside_step(
     optimizer: torch.optim.Optimizer, enter: Callable[..., None], leave: Callable[..., None]
 ) -> Iterator[None]:
-    """Prepare a step where no hook on it can see: after the last of those before, ahead of the first of those after.
+    """Call functions around a step, inside of all hooks on it: after the last pre-hook, before the first post-hook.
 
     Args:
         optimizer: The user's. Within the context, call ``step`` once.
@@ -87,13 +87,13 @@ def inside_step(
 
 
 def can_use_kernel(setting: Mapping[str, bool], optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Tell whether a group may take a kernel for its next step.
+    """Return whether a group may use a kernel for its next step.
 
     It may not if it has chosen for itself, nor a fused one if only some of its parameters have met a gradient before:
     torch's fused SGD fails there, its loops do not.
 
     Args:
-        setting: The kernel, as ``fastest_kernel`` gives it.
+        setting: The kernel, as ``fastest_kernel`` returns it.
         optimizer: The user's.
         group: One of its groups.
     """
@@ -112,7 +112,7 @@ def can_use_kernel(setting: Mapping[str, bool], optimizer: torch.optim.Optimizer
 
 @contextlib.contextmanager
 def fast_step(optimizer: torch.optim.Optimizer, device: torch.device, among: Sequence[str] = KERNELS) -> Iterator[None]:
-    """Let one of torch's own optimizers step with the fastest kernel that nobody ruled out.
+    """Set one of torch's own optimizers to the fastest kernel that nobody ruled out, for one step.
 
     Groups, and hooks on the step, see what they would without it.
 
@@ -144,7 +144,7 @@ def fast_step(optimizer: torch.optim.Optimizer, device: torch.device, among: Seq
 
 
 def fused_step_counter(counter: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Bring a counter of steps to where the fused kernels count; others count in host memory, in the default dtype.
+    """Move a counter of steps to where the fused kernels count; others count in host memory, in the default dtype.
 
     Args:
         counter: The state ``step`` of a parameter.

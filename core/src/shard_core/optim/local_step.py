@@ -23,7 +23,7 @@ _decided: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Mapping[st
 
 @contextlib.contextmanager
 def local_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer step the plain tensors behind DTensors; a step inside costs no work on layouts.
+    """Set an optimizer to step the local tensors of DTensors; a step inside costs no work on layouts.
 
     This holds for torch's own optimizers that work element by element. If all groups leave both ``fused`` and
     ``foreach`` open, the fastest of torch's kernels for the device is taken for the step. Groups, state and settings
@@ -46,7 +46,7 @@ def local_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _settings_on_shards(optimizer: torch.optim.Optimizer) -> Mapping[str, bool] | None:
-    """Decide how an optimizer steps shards; an overridden step may know more of parameters than their elements."""
+    """Choose how an optimizer steps shards; an overridden step may use more of parameters than their elements."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded or not is_torch_step(optimizer):
@@ -67,7 +67,7 @@ class _Shards:
 
     @torch.no_grad()
     def put_in(self, *_: object) -> None:
-        """Put the shards in the places of the DTensors."""
+        """Replace the DTensors by the shards."""
         optimizer = self._optimizer
         usable = [can_use_kernel(self._settings, optimizer, group) for group in optimizer.param_groups]
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
@@ -80,7 +80,7 @@ class _Shards:
 
     @torch.no_grad()
     def take_out(self, *_: object) -> None:
-        """Put the DTensors back, and take over what became of the state."""
+        """Restore the DTensors, and take over what became of the state."""
         for group, settings in self._groups:
             group.update(settings)
         self._groups.clear()
@@ -117,7 +117,7 @@ class _Shards:
 
 
 def _laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
-    """Lay new state out like its parameter, on whichever device that keeps its shards."""
+    """Return new state laid out like its parameter, on whichever device that keeps its shards."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or not isinstance(parameter, DTensor):
         return value
     laid_out = torch.empty_like(parameter, dtype=value.dtype)

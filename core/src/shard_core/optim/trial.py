@@ -29,7 +29,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class NoAnswer(Exception):
-    """A trial that came to no end; the clause that says why goes on after "because"."""
+    """A trial that came to no end; its message is a clause to go on "because" with."""
 
 
 class Bounds(TorchDispatchMode):
@@ -48,7 +48,7 @@ class Bounds(TorchDispatchMode):
 
     @contextmanager
     def around(self, what_fails: str) -> Iterator[None]:
-        """Hold what a stranger's optimizer does inside to the bounds.
+        """Check what a stranger's optimizer does inside against the bounds.
 
         Args:
             what_fails: A clause for what it raises.
@@ -134,13 +134,13 @@ class Trial:
             **copy.deepcopy(arguments),
         )
         self._keep(kept)
-        # Some average weights, and step only after they were told to train.
+        # Some average weights, and step only after their train() was called.
         train = getattr(self.optimizer, "train", None)
         if callable(train):
             train()
 
     def _keep(self, kept: Mapping[str, Any]) -> None:
-        """Take over what the constructor was told and put into no group: plain values, and nothing that is shared.
+        """Copy what the constructor was given and put into no group: plain values, and nothing that is shared.
 
         Raises:
             NoAnswer: If something else would be missing.
@@ -166,7 +166,7 @@ class Trial:
         step(*([evaluate] if asks is not None and asks.default is inspect.Parameter.empty else []))
 
     def _evaluate(self, gradients: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """Be the closure of a loss."""
+        """Set the gradients, as the closure of a loss does."""
         for parameters, of_group in zip(self.parameters, gradients, strict=True):
             for parameter, gradient in zip(parameters, of_group, strict=True):
                 parameter.grad = gradient.clone()
@@ -180,7 +180,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def named(error: Exception) -> str:
-    """Return an exception's class and the first line of what it says."""
+    """Return an exception's class and the first line of its message."""
     return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0].rstrip('.')}"
 
 

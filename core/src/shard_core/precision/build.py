@@ -1,4 +1,4 @@
-"""From the word a user typed to the part that applies it."""
+"""From a precision's name or policy to the part that applies it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shard_core.precision.true import TruePrecision
 
 
 def build_precision(precision: Any) -> Precision:
-    """Make the part for a precision's name or policy; a part is passed through.
+    """Build the part for a precision's name or policy; a part is returned as it is.
 
     Args:
         precision: A name such as ``"bf16-mixed"``, a ``PrecisionPolicy`` or a ``Precision``.

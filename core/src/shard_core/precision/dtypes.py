@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Look up a torch dtype by the name a policy uses.
+    """Return a torch dtype by the name a policy uses.
 
     Args:
         name: For example ``"bfloat16"``.

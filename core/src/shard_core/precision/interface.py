@@ -66,7 +66,7 @@ class Precision(abc.ABC):
 
     @abc.abstractmethod
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Bring floating-point parameters and buffers to the policy's dtypes, in place."""
+        """Cast floating-point parameters and buffers to the policy's dtypes, in place."""
 
     @abc.abstractmethod
     def check_module(self, module: torch.nn.Module) -> None:
@@ -78,7 +78,7 @@ class Precision(abc.ABC):
 
     @abc.abstractmethod
     def forward_context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """Give the context every forward runs in."""
+        """Return the context every forward runs in."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -86,4 +86,4 @@ class Precision(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""

@@ -49,11 +49,11 @@ class MixedPrecision(Precision):
         check_module(module, self._policy)
 
     def convert_input(self, data: Any) -> Any:
-        """Pass inputs through: autocast casts where an op asks for it."""
+        """Return inputs as they are: autocast casts where an op asks for it."""
         return data
 
     def forward_context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """Give an autocast context."""
+        """Return an autocast context."""
         return torch.autocast(device_type, dtype=dtype_named(self._policy.compute))
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,6 +61,6 @@ class MixedPrecision(Precision):
         return self._scaler.state_dict() if self._scaler else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the scaler's state; a checkpoint without one leaves it fresh."""
+        """Restore the scaler's state; a checkpoint without one leaves it fresh."""
         if self._scaler and state:
             self._scaler.load_state_dict(state)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _true(name: str, dtype: str) -> PrecisionPolicy:
-    """Everything in one dtype."""
+    """Return a row with one dtype for everything."""
     return PrecisionPolicy(
         name=name,
         parameter=dtype,
@@ -26,7 +26,7 @@ def _true(name: str, dtype: str) -> PrecisionPolicy:
 
 
 def _mixed(name: str, compute: str, *, scaled: bool) -> PrecisionPolicy:
-    """Matrix products in 16 bits under autocast, everything that sums or stays in float32."""
+    """Return a row with matrix products in 16 bits under autocast, everything that sums or stays in float32."""
     return PrecisionPolicy(
         name=name,
         parameter="float32",
@@ -59,7 +59,7 @@ _ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mi
 
 
 def resolve_name(precision: str | int, others: tuple[str, ...] = ()) -> str:
-    """Turn what people type into the name of a precision.
+    """Return the name of a precision for what people type.
 
     The short forms mean what they mean elsewhere: 16 bits are mixed, 32 and 64 are true.
 

@@ -37,7 +37,7 @@ class GradientScaler:
     _outcomes: list[bool] = dataclasses.field(default_factory=list)
 
     def begin_backward(self) -> float:
-        """Settle the steps since the last backward.
+        """Update the factor by the steps since the last backward.
 
         Returns:
             The factor to scale this backward's loss by.
@@ -55,7 +55,7 @@ class GradientScaler:
         return self.factor
 
     def record(self, *, finite: bool) -> None:
-        """Note how an optimizer step went.
+        """Record how an optimizer step went.
 
         Args:
             finite: Whether all gradients of all ranks were finite; the same on every rank.
@@ -67,6 +67,6 @@ class GradientScaler:
         return {"factor": self.begin_backward(), "clean_steps": self._clean_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
         self.factor, self._clean_steps = float(state["factor"]), int(state["clean_steps"])
         self._outcomes.clear()

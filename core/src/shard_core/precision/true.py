@@ -32,7 +32,7 @@ class TruePrecision(Precision):
 
     @property
     def plain_forward(self) -> bool:
-        """True for float32, which is what PyTorch does by itself."""
+        """Whether it is float32, which is what PyTorch does by itself."""
         return self._policy.compute == "float32"
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -48,7 +48,7 @@ class TruePrecision(Precision):
         return data if self.plain_forward else convert_input(data, dtype_named(self._policy.compute))
 
     def forward_context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """Give a context that does nothing."""
+        """Return a context that does nothing."""
         del device_type
         return contextlib.nullcontext()
 
@@ -57,4 +57,4 @@ class TruePrecision(Precision):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take nothing back."""
+        """Restore nothing: there is no state."""

@@ -1,1 +1,1 @@
-"""The built-in strategies, which come in by the same door as strangers."""
+"""The built-in strategies ``single`` and ``ddp``, found through their plugin as every backend is."""

@@ -49,14 +49,14 @@ class _Passes:
     reached: bool = False
 
     def note_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
-        """Be the wrapper's forward hook."""
+        """Count a forward, as the wrapper's forward hook."""
         del args, output
         if torch.is_grad_enabled():
             self.forwards += 1
             self.sends |= module.require_backward_grad_sync
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Be a parameter's hook."""
+        """Record that the backward has reached a parameter, as its hook."""
         del parameter
         self.reached = True
 
@@ -77,7 +77,7 @@ class DDPStrategy(TorchEngine, Strategy):
     _hooks: list[RemovableHandle]
 
     def engine_collectives(self, name: str | None) -> Collectives:
-        """Talk through a process group."""
+        """Create collectives over a process group."""
         if name not in (None, "process_group"):
             raise InvalidOption(f"strategy 'ddp' has no collectives {name!r}; it has: 'process_group'.")
         return ProcessGroupCollectives(
@@ -85,7 +85,7 @@ class DDPStrategy(TorchEngine, Strategy):
         )
 
     def engine_mesh(self) -> DeviceMesh | None:
-        """Need no mesh: every rank sees its own data."""
+        """Return no mesh: every rank sees its own data."""
         # Made on the rank it serves: weak references cannot travel there with the strategy.
         self._passes = weakref.WeakKeyDictionary()
         self._trained = weakref.WeakKeyDictionary()
@@ -93,7 +93,7 @@ class DDPStrategy(TorchEngine, Strategy):
         return None
 
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Build as plain PyTorch does, on every rank."""
+        """Return a context that does nothing: every rank builds as plain PyTorch does."""
         del empty_init
         return contextlib.nullcontext()
 
@@ -116,7 +116,7 @@ class DDPStrategy(TorchEngine, Strategy):
         self._trained[wrapped] = trained
         self._passes[wrapped] = passes = _Passes()
         wrapped.register_forward_hook(passes.note_forward)
-        # Where every loss reaches every parameter, one of them tells.
+        # Where every loss reaches every parameter, a hook on one of them is enough.
         for parameter in list(trained.values())[: None if self._may_leave_out else 1]:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(passes.note_gradient))
         if self.config.broadcast_buffers and buffers_sent_count_as_changed():
@@ -153,7 +153,7 @@ class DDPStrategy(TorchEngine, Strategy):
                 _average(list(self._trained[wrapped].values()))
 
     def _refuse_unreached(self, wrapped: DistributedDataParallel) -> None:
-        """Stop before a step with gradients that stayed on their rank: a message waits for all of its parameters."""
+        """Refuse a step with gradients that stayed on their rank: a bucket waits for all of its parameters."""
         if self._may_leave_out:
             return
         unreached = [name for name, parameter in self._trained[wrapped].items() if parameter.grad is None]
@@ -166,18 +166,18 @@ class DDPStrategy(TorchEngine, Strategy):
             )
 
     def engine_teardown(self) -> None:
-        """Leave the user's parameters as they were: another strategy would take hooks for the user's."""
+        """Remove the hooks from parameters: another strategy would take them for the user's."""
         for hook in self._hooks:
             hook.remove()
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Let gradients add up locally."""
+        """Return a context in which gradients add up locally."""
         return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
 
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
-        """Name sizes of messages, up to one that holds all gradients."""
+        """Yield sizes of buckets, up to one that holds all gradients."""
         if world_size == 1:
             return
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -197,10 +197,10 @@ class DDPStrategy(TorchEngine, Strategy):
 
 
 def _arguments(config: DDPConfig) -> dict[str, Any]:
-    """Spell the options as this torch's DistributedDataParallel wants them."""
+    """Return the options as this torch's DistributedDataParallel names them."""
     arguments = dataclasses.asdict(config)
     if buffers_sent_count_as_changed():
-        arguments["broadcast_buffers"] = False  # they are sent beside the wrapper
+        arguments["broadcast_buffers"] = False  # they are sent by a hook of ours
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers")
     return arguments
@@ -223,7 +223,7 @@ def _average(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def _send_buffers(module: torch.nn.Module, args: Any) -> None:
-    """Give every rank rank 0's buffers, unnoticed by backwards of earlier forwards, which may still read them."""
+    """Broadcast rank 0's buffers, unnoticed by backwards of earlier forwards, which may still read them."""
     del args
     for buffer in module.buffers():
         dist.broadcast(buffer.data, src=0)

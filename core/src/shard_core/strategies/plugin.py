@@ -1,4 +1,4 @@
-"""What core says about its built-in strategies, through the same door as every backend; pure data."""
+"""The cards of the built-in strategies, in the same form as those of every backend; pure data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process on one device: plain PyTorch behind the common interface."""
+"""One process on one device: plain PyTorch under the common interface."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class SingleStrategy(TorchEngine, Strategy):
     engine_backward_keywords = ("gradient", "retain_graph", "create_graph", "inputs")
 
     def engine_collectives(self, name: str | None) -> Collectives:
-        """Talk to nobody."""
+        """Create the collectives of a world of one."""
         if name not in (None, "single"):
             raise InvalidOption(f"strategy 'single' has no collectives {name!r}; it has: 'single'.")
         return SingleCollectives()
 
     def engine_mesh(self) -> DeviceMesh | None:
-        """Need no mesh."""
+        """Return no mesh."""
         return None
 
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Build as plain PyTorch does."""
+        """Return a context that does nothing: modules are built as in plain PyTorch."""
         del empty_init
         return contextlib.nullcontext()
 
@@ -67,7 +67,7 @@ class SingleStrategy(TorchEngine, Strategy):
         return module
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Have nothing to defer."""
+        """Return a context that does nothing: there is nothing to defer."""
         del module
         return contextlib.nullcontext()
 

@@ -1,4 +1,4 @@
-"""The strategy: the one object a user holds, one file per part of its life, in the order a run meets them."""
+"""The strategy: the one object a user holds; a file per part of its life, from ``lifecycle`` to ``checkpointing``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Strategy(StrategyCheckpointing):
     """
 
     def teardown(self) -> None:
-        """Leave the other ranks and forget modules and optimizers; does nothing the second time.
+        """Leave the other ranks and drop modules and optimizers; does nothing the second time.
 
         A save that is under way is completed first.
 
@@ -51,14 +51,14 @@ class Strategy(StrategyCheckpointing):
             self.collectives.close()
 
     def __enter__(self) -> Self:
-        """Start."""
+        """Start, as ``setup_environment`` does."""
         self.setup_environment()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop; what went wrong before is raised, whatever goes wrong now."""
+        """Tear down; an error from inside is raised, whatever goes wrong now."""
         try:
             self.teardown()
         except ShardError as failure:

@@ -1,4 +1,4 @@
-"""What gradients still need before they are final: a denominator, unscaling, and all ranks' word on overflow."""
+"""What gradients still need before they are final: a denominator, unscaling, and agreement on overflow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Accumulation:
         self._finite = True
 
     def add(self, denominator: float | torch.Tensor | None, loss_scale: float) -> None:
-        """Note one backward.
+        """Record one backward.
 
         Args:
             denominator: What the loss of this micro-batch is a sum over, on this rank.
@@ -65,11 +65,11 @@ class Accumulation:
         data: DataRanks,
         scaler: GradientScaler | None,
     ) -> bool:
-        """Bring the gradients to their final values, once.
+        """Compute the final values of the gradients, in place and once.
 
         Args:
-            gradients: Gives this rank's parts, to be changed in place.
-            collectives: What ranks talk through.
+            gradients: Returns this rank's parts, to be changed in place.
+            collectives: Of all ranks.
             data: The ranks whose denominators add up.
             scaler: The gradient scaler, if the precision has one.
 
@@ -95,7 +95,7 @@ class Accumulation:
         return self._finite
 
     def reset_if_discarded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin anew if the gradients of earlier backwards are gone without a step.
+        """Reset if the gradients of earlier backwards were zeroed without a step.
 
         Args:
             optimizer: Whose gradients; its engine must show those of every backward.
@@ -104,7 +104,7 @@ class Accumulation:
             self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all backwards, as after a step."""
         self._denominator = None
         self._loss_scale = 1.0
         self._backwards = 0

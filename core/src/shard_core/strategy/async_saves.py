@@ -1,4 +1,4 @@
-"""The save that may be going on behind training, and how its failure comes to the user."""
+"""The async save that may be under way, and how its failure is reported to the user."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class AsyncSaves:
-    """Lets one save at a time go on behind training; holds it until it is complete or the user knows of its failure."""
+    """Holds the one async save that may be under way until it is complete or its failure was reported."""
 
     def __init__(self) -> None:
         self._save: _AsyncSave | None = None
 
     def watch(self, handle: SaveHandle, coordinator: Coordinator) -> SaveHandle:
-        """Take charge of a save that was begun; every rank calls this.
+        """Watch a save that was begun; every rank calls this.
 
         Args:
-            handle: What the part that saves returned.
-            coordinator: How ranks talk.
+            handle: What ``CheckpointIO.save`` returned.
+            coordinator: Of all ranks.
 
         Returns:
-            What the user gets: a handle whose ``committed`` tells the same on every rank.
+            What the user gets: a handle whose ``committed`` has the same outcome on every rank.
         """
         done = handle.committed.done() and handle.committed.exception() is None
         if not coordinator.any_true(not done):
@@ -56,7 +56,7 @@ class AsyncSaves:
         """Wait until no save is under way; every rank calls this at the same point.
 
         Raises:
-            ShardError: What made the save fail, unless the user knows.
+            ShardError: What made the save fail, unless that was reported.
         """
         save, self._save = self._save, None
         if save is not None:
@@ -83,7 +83,7 @@ class _AsyncSave:
         self._last_step: int | None = None
 
     def begin(self, coordinator: Coordinator) -> None:
-        """Watch it in a thread."""
+        """Start to watch it in a background thread."""
         run_in_background(coordinator, self._watch, self._outcome, name="shard-save-watch")
         _unreported.add(self)
 
@@ -96,7 +96,7 @@ class _AsyncSave:
             return self._outcome.done() if self._last_step is None else self._steps > self._last_step
 
     def settle(self) -> None:
-        """Wait for the end; raise a failure nobody was told of."""
+        """Wait for the end; raise a failure that was not reported."""
         retrieved = self._outcome.retrieved
         failure = self._outcome.exception()
         _unreported.discard(self)
@@ -104,7 +104,7 @@ class _AsyncSave:
             raise failure
 
     def failure(self) -> BaseException | None:
-        """Give what the user was not told, once the save has ended."""
+        """Return a failure that was not reported, once the save has ended."""
         return self._outcome.exception() if self._outcome.done() and not self._outcome.retrieved else None
 
     def _watch(self, others: Coordinator) -> None:
@@ -118,7 +118,7 @@ class _AsyncSave:
             raise
 
     def _ended(self) -> None:
-        """Wait for the save on this rank; what it returns is nobody's business."""
+        """Wait for the save on this rank; its result is of no use to others."""
         self._local.result()
 
     def _agree_on_last_step(self, others: Coordinator) -> None:
@@ -136,7 +136,7 @@ class _AsyncSave:
 
 
 class _Outcome(Future[None]):
-    """What became of a save; remembers whether anybody was told."""
+    """What became of a save; records whether anybody has retrieved it."""
 
     retrieved = False
 
@@ -146,7 +146,7 @@ class _Outcome(Future[None]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Give what made the save fail."""
+        """Return what made the save fail."""
         failure = super().exception(timeout)
         self.retrieved = True
         return failure
@@ -156,7 +156,7 @@ _unreported: set[_AsyncSave] = set()
 
 
 def _report_at_exit() -> None:
-    """Say which saves have failed without anybody knowing, and let the process fail too.
+    """Print which saves have failed and were not reported, and fail the process too.
 
     The interpreter has waited for the saves' threads by now. Nothing that is raised here would change the exit
     status, which is all a scheduler sees.

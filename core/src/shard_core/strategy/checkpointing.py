@@ -1,4 +1,4 @@
-"""Saving and loading."""
+"""Saving and loading checkpoints, and weights that other libraries have written."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class StrategyCheckpointing(StrategyStateDict):
             state: Modules, optimizers, anything with ``state_dict`` and ``load_state_dict``, and JSON
                 values, by keys of your choice.
             storage_options: For the store a URL names, as fsspec takes them.
-            filter: Tells by its key, such as ``model.head.weight``, whether a tensor is written.
-            state_dict_type: ``"sharded"`` (the default, unless an option of the strategy says other) or ``"full"``.
+            filter: Returns for a key, such as ``model.head.weight``, whether the tensor is written.
+            state_dict_type: ``"sharded"`` (the default, unless an option of the strategy sets another) or ``"full"``.
             blocking: Whether to return only when the checkpoint is complete; None leaves it to ``checkpoint_io``,
                 whose default blocks.
 
@@ -126,7 +126,7 @@ class StrategyCheckpointing(StrategyStateDict):
                 optimizer among them the run goes on, and so do the random number generators.
             storage_options: For the store a URL names.
             strict: Whether anything that differs or lacks is an error, before anything was touched. Stateful objects
-                get theirs before any tensor does; if one refuses it, all get back what their ``state_dict`` said
+                get theirs before any tensor does; if one refuses it, all get back what their ``state_dict`` returned
                 before, and modules and optimizers stay as they are.
 
         Returns:
@@ -146,7 +146,7 @@ class StrategyCheckpointing(StrategyStateDict):
             return self._contents({} if state is None else state)
 
         contents = self._on_all_ranks("loading", path, collect)
-        # Only now: a data loader's state is put together by all ranks, and one of them may have raised above.
+        # Only now: a data loader's state is a collective of all ranks, and one of them may have raised above.
         self._on_all_ranks("loading", path, contents.back_up)
         tensors = contents.modules or contents.optimizers
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
@@ -176,7 +176,7 @@ class StrategyCheckpointing(StrategyStateDict):
 
         try:
             loaded = self._on_all_ranks("loading", path, load)
-            if not taken:  # by a part that hands values out when all is filled
+            if not taken:  # by a CheckpointIO that returns values when all is filled
                 self._on_all_ranks("loading", path, lambda: take_values(loaded.values))
         except BaseException:
             contents.roll_back()
@@ -249,7 +249,7 @@ class StrategyCheckpointing(StrategyStateDict):
     ) -> Path | str | None:
         """Find the newest checkpoint of a run that was completed; every rank calls this.
 
-        Rank 0 alone looks, since ranks may see different things on a shared disk, and tells the others.
+        Rank 0 alone looks, since ranks may see different things on a shared disk, and broadcasts the path.
 
         Args:
             folder: What the run's checkpoints are in; one that does not exist yet holds none.
@@ -280,7 +280,7 @@ class StrategyCheckpointing(StrategyStateDict):
         return gather_random_state(self.collectives, self.root_device, rank, self.engine_random_state())
 
     def _set_random_state(self, random: Mapping[str, Any], data_ranks: Sequence[int]) -> None:
-        """Let the random number generators go on where those of a checkpoint stood."""
+        """Set the random number generators to the states in a checkpoint."""
         seed, state = set_random_state(random, self.global_rank, data_ranks, self.root_device)
         if state is None:
             self.engine_seed(seed)
@@ -288,7 +288,7 @@ class StrategyCheckpointing(StrategyStateDict):
             self.engine_set_random_state(state)
 
     def _on_all_ranks(self, doing: str, path: str | os.PathLike[str], prepare: Callable[[], T]) -> T:
-        """Prepare on this rank; if that fails on any, all raise it, and none waits for one that has given up."""
+        """Call ``prepare`` on this rank; if it fails on any, all raise that, and none waits for one that gave up."""
         prepared: list[T] = []
 
         def phase() -> None:

@@ -1,4 +1,4 @@
-"""How user code talks across ranks."""
+"""Collectives for user code: reduce, gather, broadcast, barrier."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class StrategyCollectives(StrategyStep):
         Args:
             tensor: As for ``all_reduce``.
             group: As for ``all_reduce``.
-            sync_grads: Let gradients of the result flow back to the ranks the parts came from.
+            sync_grads: Whether gradients of the result flow back to the ranks the parts came from.
 
         Returns:
             A tensor of shape ``(ranks, *tensor.shape)``, or the structure with such tensors.
@@ -101,7 +101,7 @@ class StrategyCollectives(StrategyStep):
         return leaves.map(tensor, lambda leaf: self.collectives.all_gather(leaf, members, sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Hand an object of one rank to all.
+        """Broadcast an object of one rank to all.
 
         JSON values, tuples, bytes, tensors and arrays of numbers travel as such: dense tensors come to this rank's
         device if they were on one, elements in order. An object that consists of anything else is pickled.

@@ -40,13 +40,13 @@ class Engine(abc.ABC):
     #: The backend's own options, of type ``config_type``.
     config: Any
 
-    #: The part that says which dtype where.
+    #: The precision: which dtype where.
     precision: Precision
 
-    #: The part through which ranks talk.
+    #: The collectives of all ranks.
     collectives: Collectives
 
-    #: What ``shard_strategy`` says of the strategy when its class is built without a name.
+    #: What ``shard_strategy`` returns for the strategy when its class is built without a name.
     default_info: ClassVar[StrategyInfo]
 
     #: The frozen dataclass of the backend's own options.
@@ -60,7 +60,7 @@ class Engine(abc.ABC):
     engine_backward_keywords: ClassVar[Sequence[str]] = ("gradient", "retain_graph")
 
     def engine_precision(self, precision: Precision) -> Precision:
-        """Choose the part that says which dtype where; by default the one made from the argument ``precision``.
+        """Choose the precision; by default the one made from the argument ``precision``.
 
         Args:
             precision: That one.
@@ -72,7 +72,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def engine_collectives(self, name: str | None) -> Collectives:
-        """Make the collectives this engine talks through, unconnected.
+        """Create the collectives of this engine, unconnected.
 
         Args:
             name: What the user chose among those the backend lists; None for the default.
@@ -85,14 +85,14 @@ class Engine(abc.ABC):
     def engine_seed(self, seed: int) -> None:  # noqa: B027 - most engines have nothing to add
         """Seed the generators that ``torch.manual_seed`` does not reach; by default there are none.
 
-        Called when the engine has started, when the user seeds, and when data ranks part ways.
+        Called when the engine has started, when the user seeds, and when each data rank gets a seed of its own.
 
         Args:
             seed: Torch's own, now.
         """
 
     def engine_random_state(self) -> torch.Tensor | None:
-        """Tell where the generator that ``engine_seed`` seeds stands; None if there is none to go on from.
+        """Return the state of the generator that ``engine_seed`` seeds; None if there is none to go on from.
 
         Returns:
             A tensor in host memory, of the same shape and dtype on every rank.
@@ -100,7 +100,7 @@ class Engine(abc.ABC):
         return None
 
     def engine_set_random_state(self, state: torch.Tensor) -> None:  # noqa: B027 - most engines have none
-        """Put the generator where ``engine_random_state`` told that it, or that of an earlier run, stood.
+        """Set the generator to a state that ``engine_random_state`` returned, in this run or an earlier one.
 
         Args:
             state: What ``engine_random_state`` returned.
@@ -108,21 +108,21 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Give the context in which users build modules.
+        """Return the context in which users build modules.
 
         Args:
             empty_init: Whether values may be left unset because a checkpoint will fill them.
         """
 
     def engine_sharded_context(self) -> contextlib.AbstractContextManager[None]:
-        """Give the context in which users wrap submodules by hand; an engine that wraps none leaves this out."""
+        """Return the context in which users wrap submodules by hand; an engine that wraps none leaves this out."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
-        """Bring a module to its devices and shards, and point optimizers at what became of its parameters.
+        """Move a module to its devices and shards, and point optimizers at what became of its parameters.
 
         Args:
             module: The user's module, its dtypes those of the precision.
@@ -147,7 +147,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Give a context in which backwards keep gradients on this rank.
+        """Return a context in which backwards keep gradients on this rank.
 
         Args:
             module: What ``engine_setup`` returned.
@@ -165,14 +165,14 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Give this rank's parts of the gradients an optimizer will step with, sharing their memory.
+        """Return this rank's parts of the gradients an optimizer will step with, sharing their memory.
 
         Args:
             optimizer: One that was set up.
         """
 
     def engine_look(self, value: torch.Tensor) -> bool:
-        """Tell whether a number is true, in the middle of a step.
+        """Return whether a number is true, in the middle of a step.
 
         An engine that computes lazily first runs what is pending, or it would run once for the answer and once more
         for the step.
@@ -193,7 +193,7 @@ class Engine(abc.ABC):
         """
 
     def engine_checkpoint_form(self) -> str | None:
-        """Say in which form checkpoints are written unless the user asks: an engine's option may tell; else None."""
+        """Return the form of checkpoints that an option of the engine sets, unless the user asks; None without one."""
         return None
 
     @abc.abstractmethod
@@ -210,7 +210,7 @@ class Engine(abc.ABC):
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
-        """Name settings that may train a module faster than those the user has, for ``shard tune`` to measure.
+        """Yield settings that may train a module faster than those the user has, for ``shard tune`` to measure.
 
         Called on a strategy that was not started. Settings change what a step costs and nothing of what it computes;
         what only the user can promise, or what holds for certain hardware, is not among them. A strategy with nothing
@@ -228,7 +228,7 @@ class Engine(abc.ABC):
         yield from ()
 
     def engine_teardown(self) -> None:  # noqa: B027 - most engines hold nothing
-        """Let go of what was brought up for the modules; ranks are still connected, and perhaps out of step.
+        """Release what was set up for the modules; ranks are still connected, and perhaps out of step.
 
         Nothing in here waits for another rank. An engine that holds nothing leaves this out.
         """

@@ -24,7 +24,7 @@ class ForwardPrecision:
 
     Args:
         module: The module users call.
-        precision: The part that says what to do.
+        precision: Which dtype where.
         device_type: Where the module runs.
     """
 
@@ -54,7 +54,7 @@ class ForwardPrecision:
             self._entered.pop().__exit__(None, None, None)
 
     def remove(self) -> None:
-        """Give the module its plain forward back."""
+        """Remove the hooks: the module has its plain forward again."""
         for handle in self._handles:
             handle.remove()
 
@@ -81,7 +81,7 @@ class ForwardOnly:
         self._running = 0
         self._sharded = sharded
         watched = [part for part in module.modules() if part is not called and self._watches(part)]
-        # By identity: hooks are copied along with a module, and a copy of it is nobody's business here.
+        # By identity: hooks are copied along with a module, and a copy of it is not to be watched.
         self._watched = frozenset(map(id, watched))
         self._handles: list[RemovableHandle] = [
             called.register_forward_pre_hook(self._enter),
@@ -90,7 +90,7 @@ class ForwardOnly:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the hooks behind where a module is copied: they lead to the strategy."""
+        """Return the state without the hooks, which lead to the strategy, where a module is copied."""
         return {**self.__dict__, "_handles": []}
 
     def _watches(self, part: torch.nn.Module) -> bool:
@@ -123,6 +123,6 @@ class ForwardOnly:
         )
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Who the strategy is, what it holds, and how it starts."""
+"""What a strategy holds, and how it starts: construction, launch, joining the ranks, devices and ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class StrategyLifecycle(Engine):
-    """Holds the parts and brings up the ranks."""
+    """Holds the parts, launches the ranks and joins them."""
 
     def __init__(self, *, info: StrategyInfo | None = None, **arguments: Any) -> None:
         self.info = info or self.default_info
@@ -63,7 +63,7 @@ class StrategyLifecycle(Engine):
         self._data = DataRanks(rank=0, size=1)
 
     def _check_presets(self) -> None:
-        """Refuse a plain value that makes the strategy's name untrue; what says more than a preset may replace it."""
+        """Refuse a plain value that makes the strategy's name untrue; an object in place of a preset is allowed."""
         for name, preset in self.info.presets.items():
             value = getattr(self.config, name)
             if isinstance(value, bool | int | str | None) and value != preset:
@@ -73,7 +73,7 @@ class StrategyLifecycle(Engine):
                 )
 
     def __repr__(self) -> str:
-        """Show what was chosen."""
+        """Return the name, the precision and the options."""
         return f"{type(self).__name__}({self.info.name!r}, precision={self.precision.policy.name!r}, {self.config})"
 
     def launch(self, function: Callable[..., T], *args: Any) -> T | None:
@@ -90,7 +90,7 @@ class StrategyLifecycle(Engine):
             What rank 0 returned; None in a process that is another rank.
 
         Raises:
-            LaunchError: If the function or an argument cannot travel, or devices are lacking.
+            LaunchError: If the function or an argument cannot be pickled, or devices are lacking.
             RankFailed: If a rank raised or died.
         """
         if not callable(function):

@@ -29,7 +29,7 @@ METHOD = "save_pretrained"
 
 
 class PretrainedSaves:
-    """Stands in front of ``save_pretrained`` of a module and of those inside it.
+    """Replaces ``save_pretrained`` of a module and of those inside it.
 
     Rank 0 alone writes. Where it does not hold the weights whole, every rank must call; they are gathered, and all
     that the method reads through ``state_dict`` is whole.
@@ -47,12 +47,12 @@ class PretrainedSaves:
     def install(
         self, strategy: str, state: Callable[[], TrainingState], collectives: Collectives, *, spread: bool
     ) -> None:
-        """Take the place of the methods.
+        """Replace the methods.
 
         Args:
             strategy: The strategy's name, for messages.
             state: Describes which parts of the module live on this rank.
-            collectives: What ranks talk through.
+            collectives: Of all ranks.
             spread: Whether a rank's tensors are not the whole ones.
         """
         self._strategy, self._state, self._collectives, self._spread = strategy, state, collectives, spread
@@ -61,7 +61,7 @@ class PretrainedSaves:
                 self._methods[part] = vars(part)[METHOD] = _Method(part, self._save)
 
     def remove(self) -> None:
-        """Leave the methods to their classes again."""
+        """Restore the methods of the classes."""
         for part in self._methods:
             vars(part).pop(METHOD, None)
         self._methods.clear()
@@ -84,7 +84,7 @@ class PretrainedSaves:
         return written[0] if written else None
 
     def _wait_for_all(self) -> None:
-        """Wait for all ranks; a folder written of less than all of them hold would be found out much later."""
+        """Wait for all ranks; a folder that lacks what some of them hold would be noticed much later."""
         try:
             self._collectives.barrier(f"{METHOD}, which gathers what module_state_dict gives")
         except CollectiveError as error:
@@ -95,7 +95,7 @@ class PretrainedSaves:
             ) from error
 
     def _as_stored(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Bring tensors to the dtypes they have in the module, where an engine steps more precise ones."""
+        """Cast tensors to the dtypes they have in the module, where an engine steps more precise ones."""
         module = next(iter(self._prefixes))
         dtypes = {plain_name(name): each.dtype for name, each in (*module.named_parameters(), *module.named_buffers())}
         stored: dict[int, torch.Tensor] = {}
@@ -106,7 +106,7 @@ class PretrainedSaves:
 
     @contextlib.contextmanager
     def _replaced_state_dicts(self, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Make ``state_dict`` of every part return whole tensors, ties kept."""
+        """Replace ``state_dict`` of every part by one that returns whole tensors, ties kept."""
         for part, prefix in self._prefixes.items():
             vars(part)["state_dict"] = functools.partial(_state_dict, whole, prefix)
         self._writing = True
@@ -127,11 +127,11 @@ class _Method:
         functools.update_wrapper(self, getattr(part, METHOD))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Save."""
+        """Save, as the class's method would on whole tensors."""
         return self._save(self.__wrapped__, *args, **kwargs)  # type: ignore[attr-defined]  # from update_wrapper
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become, in a copy, the method that the copy's class has: its copied module has no other yet."""
+        """Return what makes, in a copy, the method of the copy's class: its copied module has no other yet."""
         return getattr, (self._part, METHOD)
 
 
@@ -164,7 +164,7 @@ class PartialStateDict:
         self._handles: list[RemovableHandle] = []
 
     def install(self, strategy: str) -> None:
-        """Watch those parts of the module whose parameters have been emptied.
+        """Register hooks on those parts of the module whose parameters have been emptied.
 
         Args:
             strategy: The strategy's name, for the message.
@@ -175,7 +175,7 @@ class PartialStateDict:
                 self._handles.append(part.register_state_dict_pre_hook(check))
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -194,7 +194,7 @@ def _check(
 
 
 def _first_emptied(part: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Name a parameter that has no elements now, which it need not lack while an engine shows it whole."""
+    """Find a parameter that has lost its elements; an engine may show it whole at another time."""
     now = _shapes(part)
     had = (name for name, shape in shapes.items() if math.prod(shape))
     return next((name for name in had if not math.prod(now.get(name, shapes[name]))), None)

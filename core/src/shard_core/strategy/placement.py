@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shard_core.plugins.info import StrategyInfo
     from shard_core.run_options import RunOptions
 
-#: Ranks on CPUs may outnumber the CPUs, in tests say, but a slip of the finger must not bring the host down.
+#: Ranks on CPUs may outnumber the CPUs, in tests for example, but a typing error must not bring the host down.
 RANKS_PER_CPU = 8
 
 #: Device types of which a process sees one device, and none of another rank's, if torch numbers it.
@@ -24,11 +24,11 @@ _ONE_PER_PROCESS: dict[str, torch.device] = {"cpu": torch.device("cpu"), "xla": 
 
 
 class Placement:
-    """What the run options come to on this host.
+    """The ranks and devices of this host that the run options ask for.
 
     Args:
         options: The checked arguments of the strategy.
-        info: What the strategy runs on.
+        info: Which devices and how many ranks the strategy runs on.
 
     Raises:
         InvalidOption: If the device is not one the strategy runs on.
@@ -79,7 +79,7 @@ class Placement:
         return one or torch.device(self.device_type, self._indices[self.local_rank])
 
     def check_started(self) -> None:
-        """Refuse to go on alone when several ranks were asked for and none were started.
+        """Check that this process is not alone when several ranks were asked for.
 
         Raises:
             LaunchError: If ``devices`` or ``parallel_devices`` ask for more ranks than this one process.
@@ -107,7 +107,7 @@ class Placement:
 
 
 def _asked(options: RunOptions) -> str | None:
-    """Return what the user said about the number of ranks; None for nothing."""
+    """Return the argument by which the user has set the number of ranks; None for none."""
     if options.parallel_devices is not None:
         return f"parallel_devices={_shortened(options.parallel_devices)}"
     return None if options.devices == "auto" else f"devices={options.devices!r}"
@@ -162,7 +162,7 @@ def _device_indices(options: RunOptions, device_type: str) -> list[int]:
 
 
 def _numbers(devices: Sequence[torch.device]) -> list[int]:
-    """Return the devices' numbers; without one it is the first of its type."""
+    """Return the devices' indices; one without an index is the first of its type."""
     numbers = [device.index or 0 for device in devices]
     for place, device in enumerate(devices):
         if device.type in _ONE_PER_PROCESS and numbers[place]:

@@ -1,4 +1,4 @@
-"""Where the generators of all ranks stand, as a checkpoint keeps it."""
+"""The states of all ranks' random number generators, as a checkpoint keeps them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NUMPY_SEEDS = 2**32
 def gather_random_state(
     coordinator: Coordinator, device: torch.device, data_rank: int, engine: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Take down where the generators of all ranks stand; every rank calls this.
+    """Gather the states of all ranks' generators; every rank calls this.
 
     Args:
-        coordinator: What ranks talk through.
+        coordinator: Of all ranks.
         device: This rank's.
         data_rank: This rank's place among those that see different data.
-        engine: Where the engine's own generator stands on this rank, if it has one.
+        engine: The state of the engine's own generator on this rank, if it has one.
 
     Returns:
         For each generator one row per rank, and the ranks' data ranks.
@@ -48,10 +48,10 @@ def gather_random_state(
 
 @contextlib.contextmanager
 def keep_generator(engine: Engine) -> Iterator[None]:
-    """Let a save leave no trace in the run: some engines' generators move with whatever runs on the device.
+    """Restore the engine's generator afterwards: some move with whatever runs on the device, a save included.
 
     Args:
-        engine: Whose generator is put back to where it stood.
+        engine: Whose generator is restored.
     """
     before = engine.engine_random_state()
     try:
@@ -62,13 +62,13 @@ def keep_generator(engine: Engine) -> Iterator[None]:
 
 
 def check_random_state(saved: Any, rank: int, device: torch.device, engine: torch.Tensor | None) -> None:
-    """Prove that ``set_random_state`` can do with what a checkpoint holds.
+    """Check that ``set_random_state`` accepts what a checkpoint holds.
 
     Args:
         saved: What ``gather_random_state`` may have returned.
         rank: This rank.
         device: This rank's.
-        engine: Where the engine's own generator stands on this rank, if it has one.
+        engine: The state of the engine's own generator on this rank, if it has one.
 
     Raises:
         CheckpointCorrupted: If it cannot.
@@ -89,7 +89,7 @@ def check_random_state(saved: Any, rank: int, device: torch.device, engine: torc
 
 
 def _rows(saved: Any) -> dict[str, torch.Tensor]:
-    """Take out each generator's states, a row per rank.
+    """Return each generator's states, a row per rank.
 
     Raises:
         ValueError: If there are no such rows.
@@ -107,10 +107,10 @@ def _rows(saved: Any) -> dict[str, torch.Tensor]:
 def set_random_state(
     saved: Mapping[str, Any], rank: int, data_ranks: Sequence[int], device: torch.device
 ) -> tuple[int, torch.Tensor | None]:
-    """Put this rank's generators where a checkpoint's stood.
+    """Set this rank's generators to the states in a checkpoint.
 
     At the same number of ranks, with the same data ranks, each goes on bit for bit. Otherwise each is seeded with a
-    number derived from where rank 0's stood and its data rank, which is as repeatable.
+    number derived from rank 0's state and its data rank, which is as repeatable.
 
     Args:
         saved: What ``gather_random_state`` returned.
@@ -119,7 +119,7 @@ def set_random_state(
         device: This rank's.
 
     Returns:
-        The seed for generators of the engine's own, and where they stood if they can go on from there.
+        The seed for the engine's own generator, and its state if it can go on from there.
     """
     generators = saved["generators"]
     if data_ranks == saved["data_ranks"]:

@@ -1,4 +1,4 @@
-"""The modules and optimizers that were set up, found again by identity."""
+"""The modules and optimizers that were set up, by identity."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class SetUpModule:
         callable: What the user calls: the same, or the engine's wrapper.
         names: The names its parameters had before setup.
         forward: Its forward's precision.
-        pretrained: What stands in front of its ``save_pretrained``.
+        pretrained: What replaces its ``save_pretrained``.
         partial_state: What refuses its ``state_dict`` where that would hold parts.
-        forward_only: What holds users to its forward; None if its other methods may be called.
+        forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
         frozen: Parameters that must stay frozen because they were at setup, by name.
         dims_changed: Whether setup has left parameters with other numbers of dims.
@@ -50,7 +50,7 @@ class SetUpModule:
     gradients_deferred: bool = False
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse groups that may have been told apart by what setup has changed.
+        """Refuse groups that may have been formed by dims that setup has changed.
 
         Engines may leave their tensors in the user's own parameters; whether an optimizer over those was made
         before setup or after cannot be seen.
@@ -82,7 +82,7 @@ class Registry:
         return len(self._modules)
 
     def add(self, module: SetUpModule) -> None:
-        """Remember a module."""
+        """Add a module."""
         self._modules.append(module)
 
     def find(self, module: nn.Module) -> SetUpModule | None:
@@ -134,7 +134,7 @@ class Registry:
         )
 
     def clear(self) -> None:
-        """Forget all modules and give them their plain forwards back."""
+        """Remove all modules, and all hooks from them."""
         for known in self._modules:
             known.forward.remove()
             known.pretrained.remove()

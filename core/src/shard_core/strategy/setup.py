@@ -1,4 +1,4 @@
-"""From a module as the user wrote it to one that is set up, with its optimizers and its data."""
+"""Setup: from a module as the user wrote it to one on its devices and shards, with its optimizers and its data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StrategySetup(StrategyLifecycle):
             yield
 
     def module_sharded_context(self) -> contextlib.AbstractContextManager[None]:
-        """Give the context in which users wrap submodules by hand; setup wraps what they leave.
+        """Return the context in which users wrap submodules by hand; setup wraps what they leave.
 
         Where the engine wraps nothing, what is wrapped inside stays as it is.
         """
@@ -56,7 +56,7 @@ class StrategySetup(StrategyLifecycle):
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
-        """Bring a module and its optimizers to this strategy's devices, shards and dtypes.
+        """Move a module and its optimizers to this strategy's devices, shards and dtypes.
 
         Args:
             module: Not yet set up.
@@ -66,9 +66,9 @@ class StrategySetup(StrategyLifecycle):
             The module to call, and the optimizers.
 
         Raises:
-            SetupError: If the module was set up before, or an optimizer holds foreign parameters.
+            SetupError: If the module was set up before, or an optimizer holds parameters of another module.
             MissingCapability: If the strategy does not promise to take what it was given.
-            PrecisionMismatch: If a tensor has another dtype afterwards than the precision says.
+            PrecisionMismatch: If a tensor has another dtype afterwards than the precision asks for.
         """
         if isinstance(optimizers, torch.optim.Optimizer):
             raise InvalidOption(
@@ -128,11 +128,11 @@ class StrategySetup(StrategyLifecycle):
         split_batches: bool = False,
         shard_stream: bool | None = None,
     ) -> ShardedLoader:
-        """Let each data-parallel rank see its share of the data, on its device.
+        """Return a loader of this data-parallel rank's share of the data, on its device.
 
         Args:
             loader: A loader over all data; its batch size is that of one rank.
-            split_batches: Read the loader's batch size as that of all ranks together.
+            split_batches: Read the loader's batch size as the global one, of all ranks.
             shard_stream: For an ``IterableDataset``: True shares its batches among ranks, False passes each rank's
                 own share through, None finds out with the first batch.
 
@@ -167,7 +167,7 @@ class StrategySetup(StrategyLifecycle):
         return move(batch, self.root_device)
 
     def unwrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the user's own module behind what setup returned.
+        """Return the user's own module inside what setup returned.
 
         Args:
             module: What setup returned, or was given.
@@ -223,7 +223,7 @@ class StrategySetup(StrategyLifecycle):
         return called
 
     def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse on all ranks what rank 0 finds wanting; judged by each for itself, some would go on alone."""
+        """Refuse on all ranks what rank 0 refuses; were each to judge for itself, some might go on alone."""
         if Capability.ANY_OPTIMIZER in self.info.capabilities:
             return
         mine = self._why_refused(optimizers) if self.is_global_zero else None
@@ -244,7 +244,7 @@ class StrategySetup(StrategyLifecycle):
 
 
 def _compared_on(device: torch.device) -> torch.device:
-    """Choose where results can be compared bit for bit: compilers of whole graphs join operations as they see fit."""
+    """Choose where results can be compared bit for bit: compilers of whole graphs fuse operations."""
     return device if device.type == "cuda" else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""StrategyStateDict at what is spread over ranks."""
+"""State dicts and full parameters of what is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class StrategyStateDict(StrategyCollectives):
-    """Gives the weights and the optimizer state of a run, whole or as they stand on a rank."""
+    """Returns the weights and the optimizer state of a run, full or this rank's shards."""
 
     def module_state_dict(self, module: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
-        """Give a module's parameters and persistent buffers under the user's own names.
+        """Return a module's parameters and persistent buffers under the user's own names.
 
         Args:
             module: What setup returned.
-            full: Whole tensors in host memory on rank 0 and nothing on other ranks; False gives what
+            full: Full tensors in host memory on rank 0 and nothing on other ranks; False for what
                 is on this rank.
 
         Returns:
@@ -38,11 +38,11 @@ class StrategyStateDict(StrategyCollectives):
         return {name_in(key): tensor for key, tensor in whole if self.is_global_zero}
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, full: bool = True) -> dict[str, Any]:
-        """Give an optimizer's state by parameter name, in the layout of torch's own optimizer state dicts.
+        """Return an optimizer's state by parameter name, in the layout of torch's own optimizer state dicts.
 
         Args:
             optimizer: One that was set up.
-            full: Whole tensors in host memory on rank 0 and an empty dict on other ranks; False gives
+            full: Full tensors in host memory on rank 0 and an empty dict on other ranks; False for
                 what is on this rank.
 
         Returns:
@@ -64,13 +64,13 @@ class StrategyStateDict(StrategyCollectives):
         return {"state": slots, "param_groups": [dict(group) for group in record.groups]}
 
     def full_parameters(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream a module's whole parameters and buffers in host memory, a few at a time, on every rank.
+        """Yield a module's full parameters and buffers in host memory, a few at a time, on every rank.
 
         Args:
             module: What setup returned.
 
         Yields:
-            The user's name and the whole tensor; memory is that of the largest, or of 16 MiB of small ones.
+            The user's name and the full tensor; memory is that of the largest, or of 16 MiB of small ones.
         """
         state = self.engine_state({"model": self._registry.of(module).module}, {})
         for key, tensor in full_tensors(state, self.collectives):
@@ -78,7 +78,7 @@ class StrategyStateDict(StrategyCollectives):
 
 
 def _local_tensors(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
-    """List what stands on this rank, by key; with extents where a tensor stands in several boxes."""
+    """Yield this rank's tensors by key; with extents where a tensor has several boxes here."""
     shards = state.shards()
     boxes = Counter(shard.key for shard in shards)
     for shard in shards:

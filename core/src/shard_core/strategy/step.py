@@ -1,4 +1,4 @@
-"""One training step: backward, clip, step."""
+"""One training step: deferred sync, backward, clipping, the optimizer's step."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class StrategyStep(StrategySetup):
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool = True
     ) -> contextlib.AbstractContextManager[None]:
-        """Give a context for all but the last micro-batch, in which gradients stay on their rank.
+        """Return a context for all but the last micro-batch, in which gradients stay on their rank.
 
         Forward and backward both belong inside.
 
         Args:
             module: What setup returned.
-            enabled: False gives a context that does nothing, under every strategy.
+            enabled: False for a context that does nothing, under every strategy.
         """
         known = self._registry.of(module)
         if not enabled:
@@ -103,7 +103,7 @@ class StrategyStep(StrategySetup):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Shrink an optimizer's gradients so that their global norm is at most ``max_norm``.
+        """Scale an optimizer's gradients down so that their global norm is at most ``max_norm``.
 
         Args:
             module: What setup returned.
@@ -153,7 +153,7 @@ class StrategyStep(StrategySetup):
     ) -> bool:
         """Step an optimizer, unless a gradient scaler found an overflow on any rank.
 
-        Waits until a save behind training has copied what the step changes.
+        Waits until an async save has copied what the step changes.
 
         Args:
             optimizer: One that was set up.
@@ -164,7 +164,7 @@ class StrategyStep(StrategySetup):
             Whether it stepped; the same on every rank.
 
         Raises:
-            CheckpointError: If a save behind training failed; nothing was stepped.
+            CheckpointError: If an async save failed; nothing was stepped.
         """
         self._saves.begin_step()
         known = self._registry.owner(optimizer)
@@ -214,7 +214,7 @@ class StrategyStep(StrategySetup):
             known.deferring = False
 
     def _finish(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Bring an optimizer's gradients to their final values; tell whether all are finite."""
+        """Compute the final values of an optimizer's gradients; return whether all are finite."""
         known = self._registry.owner(optimizer)
         if known.gradients_deferred:
             raise SetupError(

@@ -36,7 +36,7 @@ class TorchEngine(Engine):
         loss.backward(**kwargs)
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Give this rank's parts of ``.grad``."""
+        """Return this rank's parts of ``.grad``."""
         return local_gradients(p for group in optimizer.param_groups for p in group["params"])
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:

@@ -200,7 +200,7 @@ class Mute(SingleCollectives):
 
 def test_collectives_that_cannot_talk_behind_training_say_so(tmp_path: Path) -> None:
     strategy, state = single(collectives=Mute())
-    with pytest.raises(MissingCapability, match="Mute cannot talk behind training; save with blocking=True"):
+    with pytest.raises(MissingCapability, match="Mute cannot talk in the background; save with blocking=True"):
         strategy.save_checkpoint(tmp_path / "c", state, blocking=False)
     strategy.save_checkpoint(tmp_path / "c", state)
     strategy.teardown()
