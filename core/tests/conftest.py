@@ -47,7 +47,7 @@ class Site:
 
 @pytest.fixture
 def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Site, Site]]:
-    """Give two sites, one before and one after what is installed; their modules are forgotten."""
+    """Return two sites, one before and one after what is installed; their modules are forgotten."""
     before, after = Site(tmp_path / "before"), Site(tmp_path / "after")
     for site in (before, after):
         site.folder.mkdir()
@@ -60,5 +60,5 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sit
 
 @pytest.fixture
 def site(sites: tuple[Site, Site]) -> Site:
-    """Give a site behind everything that is installed."""
+    """Return a site after everything that is installed."""
     return sites[1]

@@ -36,7 +36,7 @@ def info(name, **changes):
     return StrategyInfo(
         **{
             "name": name,
-            "summary": "keeps what it is told",
+            "summary": "keeps its arguments",
             "factory": "toy_factory:Toy",
             "precisions": ("32-true", "bf16-mixed"),
             "options": options_of(Config),
@@ -63,8 +63,8 @@ def shard_unavailable(name):
 
 FACTORY = """
 class Toy:
-    def __init__(self, **told):
-        self.told = told
+    def __init__(self, **arguments):
+        self.arguments = arguments
 """
 
 PRECISION = """
@@ -90,12 +90,12 @@ def _toy(site, monkeypatch):
     )
 
 
-def told(*args, **kwargs):
-    return get_strategy(*args, **kwargs).told
+def arguments_of(*args, **kwargs):
+    return get_strategy(*args, **kwargs).arguments
 
 
 def test_defaults_reach_the_factory():
-    arguments = told("toy")
+    arguments = arguments_of("toy")
     assert arguments.pop("info").name == "toy"
     assert arguments == {
         "accelerator": "auto",
@@ -114,7 +114,7 @@ def test_defaults_reach_the_factory():
 
 
 def test_arguments_reach_the_factory_in_one_spelling():
-    arguments = told("toy", accelerator="gpu", devices="2", precision="bf16", size=7)
+    arguments = arguments_of("toy", accelerator="gpu", devices="2", precision="bf16", size=7)
     assert [arguments[name] for name in ("accelerator", "devices", "precision", "size")] == [
         "cuda",
         2,
@@ -125,13 +125,13 @@ def test_arguments_reach_the_factory_in_one_spelling():
 
 @pytest.mark.parametrize(("options", "stage"), [({}, 3), ({"stage": 1}, 1)])
 def test_presets_of_a_name_yield_to_the_user(options, stage):
-    assert told("toy_far", **options)["stage"] == stage
+    assert arguments_of("toy_far", **options)["stage"] == stage
 
 
 def test_name_comes_from_the_environment_unless_given(monkeypatch):
     monkeypatch.setenv("SHARD_STRATEGY", "toy_far")
-    assert told()["info"].name == "toy_far"
-    assert told("toy")["info"].name == "toy"
+    assert arguments_of()["info"].name == "toy_far"
+    assert arguments_of("toy")["info"].name == "toy"
 
 
 @pytest.mark.parametrize(("name", "said"), [(None, "strategy: as"), ("", "strategy, not '': as"), (3, ", not 3: as")])
@@ -209,7 +209,7 @@ def test_bad_input_gets_a_sentence(arguments, error, said):
 
 
 def test_precision_of_a_third_party_is_made():
-    assert told("toy", precision="bf15")["precision"].policy == POLICIES["bf16-true"]
+    assert arguments_of("toy", precision="bf15")["precision"].policy == POLICIES["bf16-true"]
 
 
 def test_precision_objects_pass_through():
@@ -222,7 +222,7 @@ def test_precision_objects_pass_through():
         optimizer="float32",
         buffer="float32",
     )
-    assert told("toy", precision=policy)["precision"] is policy
+    assert arguments_of("toy", precision=policy)["precision"] is policy
 
 
 def test_everything_wrong_is_said_before_the_factory_is_imported():

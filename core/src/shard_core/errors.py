@@ -59,7 +59,7 @@ class NonFiniteGradient(ShardError, FloatingPointError):
 
 
 class CollectiveError(ShardError, RuntimeError):
-    """Ranks were asked to talk in a way that cannot work."""
+    """A collective cannot work as it was called, or has failed between ranks."""
 
 
 class MissingRank(CollectiveError, TimeoutError):

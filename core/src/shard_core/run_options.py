@@ -55,7 +55,7 @@ device numbers such as [0, 1].
     )
     num_nodes: int = option(1, "number of hosts")
     cluster_environment: ProcessInfo | None = option(
-        None, "this process's place among the ranks, where no launcher that is recognised tells it"
+        None, "this process's place among the ranks, where no launcher that is recognised sets it"
     )
     precision: str | int | PrecisionPolicy | Precision = option(
         "32-true", "which dtype where: a name, a table of dtypes, or the part that applies it"

@@ -51,14 +51,14 @@ def get_strategy(
     """Find the strategy of a name, check its options, and build it; nothing is started yet.
 
     Args:
-        name: The strategy's name, as ``shard list`` shows it; else what ``SHARD_STRATEGY`` says.
+        name: The strategy's name, as ``shard list`` shows it; else the value of ``SHARD_STRATEGY``.
         accelerator: Device type: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``), ``"xla"``, ``"tpu"`` (``"xla"``
             on TPUs alone).
         devices: Ranks on this host: a number, a list of device numbers, or ``"auto"``: the ranks that exist,
             else all accelerators, else 1 on CPU.
         parallel_devices: The devices of this host's ranks themselves, instead of the two.
         num_nodes: Number of hosts.
-        cluster_environment: This process's place among the ranks, where no recognised launcher tells it.
+        cluster_environment: This process's place among the ranks, where no recognised launcher sets it.
         precision: Which dtype where: a name, a table of dtypes, or the part that applies it.
         collectives: How ranks talk: an object, or a name the strategy lists.
         launcher: Who brings up the ranks.

@@ -27,14 +27,14 @@ for key in keys:
 
 
 def plant(evidence: Path, *keys: str) -> None:
-    """Let a stranger put values under keys of the store that the ranks meet at."""
+    """Write values as a stranger under keys of the store that the ranks meet at."""
     without_secret = {name: value for name, value in os.environ.items() if name != "SHARD_SECRET"}
     command = [sys.executable, "-c", _STRANGER, str(evidence), *keys]
     subprocess.run(command, check=True, timeout=60, env=without_secret)
 
 
 def save_beside_a_stranger(strategy: Any, folder: Path) -> None:
-    """Save behind training after a stranger has put a pickle where rank 0's answers come; keep what is said of it."""
+    """Save in the background after a stranger has put a pickle where rank 0's answers come; keep the error."""
     model = torch.nn.Linear(2, 2)
     model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     if strategy.global_rank == 0:

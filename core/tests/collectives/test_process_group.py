@@ -1,4 +1,4 @@
-"""What a rank is told when another is gone, and from where a group carries tensors."""
+"""The error a rank raises when another is gone, and from where a group carries tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_rank_that_has_died_is_told_of_in_a_sentence(tmp_path, call, sentence)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert sentence in done.stdout, done.stderr
-    assert "a rank that has died or left tells why in its own output" in done.stdout
+    assert "a rank that has died or left shows why in its own output" in done.stdout
 
 
 class Point(NamedTuple):
@@ -61,7 +61,7 @@ class Point(NamedTuple):
 
 
 def broadcasts(secret: str | None) -> tuple[list[Any], str, list[int]]:
-    """Let the last rank send objects of all kinds, then one that cannot be sent."""
+    """Broadcast from the last rank objects of all kinds, then one that cannot be sent."""
     if secret is not None:
         os.environ[SECRET_VARIABLE] = secret
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -91,7 +91,7 @@ def test_users_objects_reach_every_rank_as_what_they_were(worlds: Any, secret: s
 
 @pytest.fixture
 def group(request):
-    """Give a process group of one rank, with the backends of a configuration."""
+    """Create a process group of one rank, with the backends of a configuration."""
     dist.init_process_group(request.param, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

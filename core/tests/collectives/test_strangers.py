@@ -51,7 +51,7 @@ def test_a_pickle_in_the_store_of_a_launched_run_is_refused_unread(tmp_path: Pat
 
 
 def planted(message: bytes, key: str, authenticators: list[Authenticator]) -> list[str]:
-    """Put a message into the store of two ranks that exchange, and return what each says."""
+    """Write a message into the store of two ranks that exchange, and return what each raises."""
     store = dist.HashStore()
     store.set(key, message)
 
@@ -95,7 +95,7 @@ def test_a_message_counts_at_its_own_place_alone() -> None:
 
 
 def met(*given: bytes | None) -> list[str]:
-    """Let ranks meet under their secrets, and return what each says, or the session."""
+    """Run a meeting of ranks under their secrets, and return what each raises, or the session."""
     store = dist.HashStore()
 
     def meets(rank: int) -> str:
@@ -142,7 +142,7 @@ def test_ranks_with_different_secrets_are_named(given: tuple[bytes | None, ...])
 
 
 def send_among_ranks(how: str, file: Path) -> tuple[str, list[Any]]:
-    """Send over the process group what no rank sends there; say what is said of it, and what is gathered before."""
+    """Send over the process group what no rank sends there; return the error, and what is gathered before."""
     os.environ[SECRET_VARIABLE] = SECRET.decode()
     collectives = ProcessGroupCollectives()
     collectives.connect(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))

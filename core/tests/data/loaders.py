@@ -144,7 +144,7 @@ def sharded(loader, **options):
 
 
 def read(make, arguments, options, state=None, steps=None):
-    """Build a loader, go to a position, read some batches (or the rest of the epoch) and tell the new position."""
+    """Build a loader, go to a position, read some batches (or the rest of the epoch) and return the new position."""
     loader = sharded(make(**arguments), **options)
     if state is not None:
         loader.load_state_dict(state)

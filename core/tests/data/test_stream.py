@@ -92,7 +92,7 @@ def test_what_is_left_out_is_logged_once_and_by_rank_0(worlds):
     assert lines[1:] == [[], []]
     assert lines[0] == [
         "the last 1 of the 10 batches of epoch 0 of an IterableDataset were left out: 3 data-parallel ranks take "
-        "equally many; this is said once."
+        "equally many; this is logged once."
     ]
     assert worlds(3).run(_logged, 18) == [[], [], []]
 

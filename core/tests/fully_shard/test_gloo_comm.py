@@ -26,7 +26,7 @@ def said_by(rank, size, dtype):
 
 
 def reduced(size, dtype, op):
-    """Reduce; give this rank's part of it, and of what torch makes of it."""
+    """Reduce; return this rank's part of it, and of what torch makes of it."""
     group, scatter = dist.group.WORLD, PairwiseScatter()
     whole = said_by(dist.get_rank(), size * dist.get_world_size(), dtype)
     ours, torchs = (scatter.allocate((size,), dtype=dtype, device=HERE) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Ranks that build the same module get the same values; ranks that do not are told."""
+"""Ranks that build the same module get the same values; ranks that do not raise."""
 
 from __future__ import annotations
 

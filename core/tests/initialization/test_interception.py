@@ -78,9 +78,9 @@ def test_looking_at_random_values_is_right_and_said_once(built, module, seed):
     with pytest.warns(UserWarning, match=LOOKS) as said:
         builds = built(module, seed=seed)
     builds.check()
-    told = [str(warning.message) for warning in said if LOOKS in str(warning.message)]
-    assert len(told) == 1
-    assert told[0].startswith(f"{module.__name__}.__init__ ")
+    warned = [str(warning.message) for warning in said if LOOKS in str(warning.message)]
+    assert len(warned) == 1
+    assert warned[0].startswith(f"{module.__name__}.__init__ ")
 
 
 def test_the_warning_names_the_operation(built):

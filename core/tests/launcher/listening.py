@@ -42,7 +42,7 @@ def _address(hexadecimal: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def trains(strategy: Any) -> tuple[list[str], dict[str, str]]:
-    """Take a step, and return where the whole run listens and what its ranks have been told."""
+    """Take a step, and return where the whole run listens and which environment variables its ranks have."""
     model = torch.nn.Linear(2, 2)
     model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     strategy.backward(model(torch.ones(1, 2)).sum(), model)
@@ -58,6 +58,6 @@ if __name__ == "__main__":
     from shard_core import get_strategy
 
     with get_strategy("ddp", accelerator="cpu") as strategy:
-        found, told = trains(strategy)
+        found, seen = trains(strategy)
         if strategy.is_global_zero:
-            Path(sys.argv[1]).write_text(json.dumps([found, sorted(name for name, value in told.items() if value)]))
+            Path(sys.argv[1]).write_text(json.dumps([found, sorted(name for name, value in seen.items() if value)]))

@@ -23,7 +23,7 @@ def total(value):
 
 
 def fall(how, folder):
-    """Let rank 1 fail while the others wait for it in a collective."""
+    """Fail on rank 1 while the others wait for it in a collective."""
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
@@ -70,7 +70,7 @@ def part():
 
 
 def leave_early(rank, how):
-    """Let one rank leave without an error while the other waits for it in a collective."""
+    """Leave on one rank without an error while the other waits for it in a collective."""
     dist.init_process_group("gloo")
     dist.barrier()
     if dist.get_rank() != rank:

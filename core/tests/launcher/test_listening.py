@@ -29,11 +29,11 @@ def test_a_launch_listens_on_the_loopback_interface_alone(monkeypatch: pytest.Mo
     for name in _OURS:
         monkeypatch.delenv(name, raising=False)
     others = listening.listening(listening.family(os.getpid()))  # ranks of other tests, which this process started
-    found, told = get_strategy("ddp", accelerator="cpu", devices=2).launch(listening.trains)
+    found, variables = get_strategy("ddp", accelerator="cpu", devices=2).launch(listening.trains)
     found = [each for each in found if each not in others]
     assert len(found) >= 3  # the store, and gloo on each rank
     assert for_others(found) == []
-    assert len(told[SECRET_VARIABLE]) == 64
+    assert len(variables[SECRET_VARIABLE]) == 64
     assert not set(_OURS) & set(os.environ)
 
 
@@ -41,8 +41,8 @@ def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {SECRET_VARIABLE: "sixteen letters and more", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "any"}
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
-    _, told = get_strategy("ddp", accelerator="cpu", devices=2).launch(listening.trains)
-    assert {name: told[name] for name in chosen} == chosen
+    _, variables = get_strategy("ddp", accelerator="cpu", devices=2).launch(listening.trains)
+    assert {name: variables[name] for name in chosen} == chosen
     assert {name: os.environ[name] for name in chosen} == chosen
 
 
@@ -51,15 +51,15 @@ def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     [[], *(pytest.param(each, marks=pytest.mark.long) for each in (["--standalone"], ["--max-restarts", "1"]))],
 )
 def test_shard_run_listens_on_the_loopback_interface_alone(tmp_path: Path, options: list[str]) -> None:
-    script = [listening.__file__, str(tmp_path / "told")]
+    script = [listening.__file__, str(tmp_path / "variables")]
     command = [sys.executable, "-m", "shard_core", "run", "--nproc-per-node", "2", *options, *script]
     environ = {name: value for name, value in os.environ.items() if name not in _OURS} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found, told = json.loads((tmp_path / "told").read_text())
+    found, variables = json.loads((tmp_path / "variables").read_text())
     assert len(found) >= 3
     assert for_others(found) == []
-    assert told == ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "SHARD_SECRET"]
+    assert variables == ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "SHARD_SECRET"]
 
 
 def test_a_run_over_several_hosts_keeps_the_users_choice(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class NormScaled(optim.SGD):
 
 
 class ClippedBy(optim.SGD):
-    """Clips by the norm of all its gradients, if it is told to, and keeps the limit outside of its groups."""
+    """Clips by the norm of all its gradients, if it is set to, and keeps the limit outside of its groups."""
 
     def __init__(self, params: Any, lr: float = 0.1, limit: Any = None) -> None:
         super().__init__(params, lr=lr)
@@ -80,7 +80,7 @@ class Tossing(optim.SGD):
 
 
 class Masked(optim.SGD):
-    """Asks for what no settings tell."""
+    """Asks for what no settings hold."""
 
     def __init__(self, parameters: Any, mask: torch.Tensor) -> None:
         super().__init__(parameters, lr=0.1)
@@ -197,7 +197,7 @@ class Talking(optim.SGD):
 
 
 class SaysWhen(optim.SGD):
-    """Steps only after it was told to train, as optimizers do that average weights."""
+    """Steps only after its train() was called, as optimizers do that average weights."""
 
     training = False
 
@@ -242,9 +242,9 @@ TOO_MUCH = "trying it out takes more work than an optimizer that works element b
     ],
 )
 def test_what_needs_whole_matrices_or_cannot_be_tried_is_told(make: Callable[[Any], Any], reason: str) -> None:
-    told = why_not_elementwise(make(list(nn.Linear(2, 2).parameters())), CPU)
-    assert told is not None
-    assert reason in told
+    answer = why_not_elementwise(make(list(nn.Linear(2, 2).parameters())), CPU)
+    assert answer is not None
+    assert reason in answer
 
 
 @pytest.mark.parametrize(

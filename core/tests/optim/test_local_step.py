@@ -1,4 +1,4 @@
-"""Optimizers step the plain tensors behind DTensors, and nobody outside the step can tell."""
+"""Optimizers step the plain tensors behind DTensors, and nothing outside the step shows it."""
 
 from typing import Any
 

@@ -138,7 +138,7 @@ CASES = [
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, one: Callable[[torch.Tensor], Any]) -> Any:
-    """Take three steps; give the gradients of each, and the weights they lead to."""
+    """Take three steps; return the gradients of each, and the weights they lead to."""
     seen = []
     for batch, _ in models.batches("plain", 3, 24):
         one(batch)
@@ -149,7 +149,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, one: Callable[[tor
 
 
 def plain_steps(loop: Any, ranks: int) -> Any:
-    """Do all ranks' backwards in one process, each counting one part of the mean."""
+    """Run all ranks' backwards in one process, each counting one part of the mean."""
     torch.manual_seed(0)
     model = TwoHeads()
 

@@ -1,4 +1,4 @@
-"""A save behind training fails on every rank at the same step, and is told of once."""
+"""An async save fails on every rank at the same step, and is reported once."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ def begun(staged: bool = True) -> SaveHandle:
 
 
 def fails_after(steps: list[int], failing: int) -> tuple[int, str]:
-    """Let one rank's save fail when each rank has begun another number of steps; give the step that raises."""
+    """Fail one rank's save when each rank has begun another number of steps; return the step that raises."""
     collectives = ProcessGroupCollectives(guard_timeout=timedelta(seconds=30))
     rank = int(os.environ["RANK"])
     collectives.connect(rank, len(steps), torch.device("cpu"))
@@ -64,7 +64,7 @@ def watched(*, staged: bool = True) -> tuple[AsyncSaves, SaveHandle, SaveHandle]
     return saves, handle, saves.watch(handle, SingleCollectives())
 
 
-def test_who_was_told_by_the_handle_is_not_told_again() -> None:
+def test_a_failure_retrieved_by_the_handle_is_not_raised_again() -> None:
     for ask in (lambda handle: handle.wait(), lambda handle: handle.committed.result()):
         saves, handle, given = watched()
         handle.committed.set_exception(OSError("no room"))
@@ -78,7 +78,7 @@ def test_who_was_told_by_the_handle_is_not_told_again() -> None:
     saves.settle()
 
 
-def test_who_waited_too_short_was_not_told() -> None:
+def test_a_wait_that_timed_out_has_retrieved_nothing() -> None:
     saves, handle, given = watched()
     with pytest.raises(TimeoutError):
         given.wait(timeout=0.01)
@@ -106,7 +106,7 @@ def test_a_step_waits_for_the_copies_and_for_nothing_else() -> None:
     saves.begin_step()
 
 
-def test_a_save_that_is_complete_is_handed_on() -> None:
+def test_a_save_that_is_complete_is_returned_as_it_is() -> None:
     done = SaveHandle.finished("run/step-1")
     assert AsyncSaves().watch(done, SingleCollectives()) is done
     failed = begun()

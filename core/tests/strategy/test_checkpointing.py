@@ -170,11 +170,11 @@ class Elsewhere(CheckpointIO):
     """Storage of somebody who does not say what is the newest."""
 
     def save(self, path: Any, state: Any, values: Any, **options: Any) -> SaveHandle:
-        """Keep nothing."""
+        """Save nothing."""
         return SaveHandle.finished(path)
 
     def load(self, path: Any, state: Any, **options: Any) -> LoadedCheckpoint:
-        """Know nothing."""
+        """Load nothing."""
         return LoadedCheckpoint(values={}, information={})
 
 
@@ -262,7 +262,7 @@ def test_a_form_that_is_none_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 class Speechless:
-    """Something stateful that cannot tell its state on rank 1."""
+    """Something stateful that cannot return its state on rank 1."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -293,7 +293,7 @@ class Failing(Elsewhere):
 
 
 def fails_on_one_rank(folder: Path) -> list[str]:
-    """Save and load with storage that fails on rank 1, and with a filter that says something else there."""
+    """Save and load with storage that fails on rank 1, and with a filter that differs there."""
     said = []
     with get_strategy("ddp", checkpoint_io=Failing()) as failing, get_strategy("ddp") as strategy:
         model = strategy.setup_module(nn.Linear(3, 2))
@@ -311,8 +311,8 @@ def fails_on_one_rank(folder: Path) -> list[str]:
 
 def test_storage_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     with World(2) as world:
-        told = world.run(fails_on_one_rank, tmp_path, timeout=20)
-    for saving, loading, filtering in told:
+        answers = world.run(fails_on_one_rank, tmp_path, timeout=20)
+    for saving, loading, filtering in answers:
         assert saving.endswith("failed on 1 of 2 ranks: rank 1: OSError: no room")
         assert loading.endswith("failed on 1 of 2 ranks: rank 1: KeyError: 'lost'")
         assert filtering.startswith("CheckpointError: ")
@@ -320,7 +320,7 @@ def test_storage_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
 
 def errs_on_one_rank(folder: Path) -> list[str]:
-    """Make each of several mistakes on rank 1 only, and say what this rank raised."""
+    """Make each of several mistakes on rank 1 only, and return what this rank raised."""
     said = []
     with get_strategy("ddp", guard_timeout=timedelta(seconds=30)) as strategy:
         first = strategy.global_rank == 0
@@ -345,7 +345,7 @@ def errs_on_one_rank(folder: Path) -> list[str]:
 
 def test_a_mistake_on_one_rank_is_an_error_on_all_and_keeps_none_waiting(tmp_path: Path) -> None:
     with World(2) as world:
-        told = world.run(errs_on_one_rank, tmp_path)
+        answers = world.run(errs_on_one_rank, tmp_path)
     parts = (
         "the path is None",
         "state is of type int",
@@ -356,7 +356,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all_and_keeps_none_waiting(tmp_pat
         "this Linear was not set up",
         "the path is None",
     )
-    for sentences in told:
+    for sentences in answers:
         assert len(sentences) == len(parts), sentences
         assert all(part in sentence for part, sentence in zip(parts, sentences, strict=True)), sentences
 

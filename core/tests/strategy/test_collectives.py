@@ -130,7 +130,7 @@ class Report:
 
 
 def structure(rank: int) -> dict[str, Any]:
-    """Give a rank's metrics, keys in an order of its own."""
+    """Return a rank's metrics, keys in an order of its own."""
     entries = {
         "loss": torch.tensor([rank + 1.0, 2.0]),
         "nested": {
@@ -146,12 +146,12 @@ def talks_in_structures() -> dict[str, Any]:
     with get_strategy("ddp") as strategy:
         rank = strategy.global_rank
         given = structure(rank)
-        told = {verb: getattr(strategy, verb)(given, reduce_op="sum") for verb in ("reduce", "all_reduce")}
-        told["all_gather"] = strategy.all_gather(given)
-        told["untouched"] = repr(given) == repr(structure(rank))
-        told["order"] = list(told["reduce"]) == list(given)
-        told["mean"] = strategy.reduce([float(rank)])
-        return told
+        results = {verb: getattr(strategy, verb)(given, reduce_op="sum") for verb in ("reduce", "all_reduce")}
+        results["all_gather"] = strategy.all_gather(given)
+        results["untouched"] = repr(given) == repr(structure(rank))
+        results["order"] = list(results["reduce"]) == list(given)
+        results["mean"] = strategy.reduce([float(rank)])
+        return results
 
 
 def test_structures_are_reduced_and_gathered_leaf_by_leaf(worlds: Any) -> None:

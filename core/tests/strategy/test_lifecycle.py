@@ -1,4 +1,4 @@
-"""A strategy starts where it is told, joins what exists, and leaves nothing behind."""
+"""A strategy starts where it is set to, joins what exists, and leaves nothing behind."""
 
 import dataclasses
 import functools

@@ -110,7 +110,7 @@ FORGED = {
 
 
 def load_forged(path, forged):
-    """Give what is said of each forged state, by its name."""
+    """Return the error for each forged state, by its name."""
     said = {}
     with get_strategy("ddp") as strategy:
         state = {**small(strategy, 1), "note": "mine"}

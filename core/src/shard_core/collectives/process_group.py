@@ -231,7 +231,7 @@ def translate_torch_errors(what: str) -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).split("\n", 1)[0].rstrip(".")
         raise CollectiveError(
-            f"rank {dist.get_rank()} waited in {what} in vain: {reason}; a rank that has died or left tells why in its "
+            f"rank {dist.get_rank()} waited in {what} in vain: {reason}; a rank that has died or left shows why in its "
             "own output."
         ) from error
 

@@ -137,7 +137,7 @@ class StreamFeed:
             self._reported = True
             log.warning(
                 "the last %d of the %d batches of epoch %d of an IterableDataset were left out: %d data-parallel ranks "
-                "take equally many; this is said once.",
+                "take equally many; this is logged once.",
                 left,
                 count,
                 self.epoch,

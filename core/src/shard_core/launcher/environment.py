@@ -133,7 +133,7 @@ def _slurm(environ: Mapping[str, str]) -> ProcessInfo | None:
     )
     if node_rank >= len(per_node):
         raise LaunchError(
-            f"SLURM_NODEID={node_rank} contradicts SLURM_STEP_TASKS_PER_NODE, which tells of {len(per_node)} hosts."
+            f"SLURM_NODEID={node_rank} contradicts SLURM_STEP_TASKS_PER_NODE, which has {len(per_node)} hosts."
         )
     job = 64 * _integer(environ, "SLURM_JOB_ID", 0) + _integer(environ, "SLURM_STEP_ID")
     return _checked(

@@ -21,7 +21,7 @@ class Accumulation:
     """The gradients of one optimizer between two of its steps.
 
     Engines average over data-parallel ranks; a denominator turns that average into the global mean,
-    and a scaler's factor is taken out, once, when the gradients are first looked at.
+    and a scaler's factor is taken out, once, when the gradients are first used.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shard_core.plugins.info import StrategyInfo
     from shard_core.run_options import RunOptions
 
-#: Ranks on CPUs may outnumber the CPUs, in tests for example, but a typing error must not bring the host down.
+#: Ranks on CPUs may outnumber the CPUs, in tests for example, but a typing mistake must not bring the host down.
 RANKS_PER_CPU = 8
 
 #: Device types of which a process sees one device, and none of another rank's, if torch numbers it.
