@@ -16,7 +16,7 @@ import torch.distributed as dist
 from strangers import save_beside_a_stranger
 
 from shard_core import get_strategy
-from shard_core.collectives.authentication import Authenticator, meet
+from shard_core.collectives.authentication import Authenticator, agree_on_session
 from shard_core.collectives.group_exchange import broadcast_bytes, gather_bytes
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.collectives.roll_call import RollCall
@@ -101,7 +101,7 @@ def met(*given: bytes | None) -> list[str]:
     def meets(rank: int) -> str:
         roll_call = RollCall(dist.PrefixStore("roll", store), rank, len(given), timedelta(seconds=20))
         try:
-            return meet(store, rank, len(given), given[rank], roll_call)._session.hex()
+            return agree_on_session(store, rank, len(given), given[rank], roll_call)._session.hex()
         except CollectiveError as error:
             return str(error)
 

@@ -103,7 +103,9 @@ def read_secret() -> bytes | None:
     return text.encode()
 
 
-def meet(store: dist.Store, rank: int, world_size: int, secret: bytes | None, roll_call: RollCall) -> Authenticator:
+def agree_on_session(
+    store: dist.Store, rank: int, world_size: int, secret: bytes | None, roll_call: RollCall
+) -> Authenticator:
     """Agree with all ranks on a session, and check that all have the same secret; every rank calls this.
 
     Each rank draws a number, and the session is made of all of them: no message of another run fits into it.

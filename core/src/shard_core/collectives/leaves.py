@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shard_core.collectives.interface import Collectives
 
 #: Stands where several leaves would have one path.
-_WRITTEN_ALIKE = object()
+_SAME_PATH = object()
 
 
 class Leaves:
@@ -79,7 +79,7 @@ class Leaves:
         leaves: dict[str, Any] = {}
 
         def note(path: str, leaf: Any) -> None:
-            leaves[path] = _WRITTEN_ALIKE if path in leaves else leaf
+            leaves[path] = _SAME_PATH if path in leaves else leaf
 
         map_leaves(data, note)
         return leaves
@@ -88,7 +88,7 @@ class Leaves:
         tensor = _as_tensor(leaf, self._device)
         if tensor is not None:
             return tensor
-        if leaf is _WRITTEN_ALIKE:
+        if leaf is _SAME_PATH:
             raise CollectiveError(
                 f"{self._verb} was given two keys that are both written {path}, which cannot be told apart on "
                 "other ranks; take strings for keys."
@@ -122,7 +122,7 @@ class Leaves:
 
 def _described(leaf: Any) -> str:
     """Return what must be alike of a leaf on all ranks; nothing raises here, while others wait for the answer."""
-    if leaf is _WRITTEN_ALIKE:
+    if leaf is _SAME_PATH:
         return "two keys written alike"
     tensor = _as_tensor(leaf)
     if tensor is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shard_core._versions import default_store
-from shard_core.collectives.authentication import Authenticator, meet, read_secret
+from shard_core.collectives.authentication import Authenticator, agree_on_session, read_secret
 from shard_core.collectives.group_exchange import broadcast_bytes, gather_bytes
 from shard_core.collectives.interface import Collectives, check_mean, reduce_op_named
 from shard_core.collectives.messages import pack, pack_object, raise_refusal, unpack, unpack_object
@@ -112,7 +112,7 @@ class ProcessGroupCollectives(Collectives):
         self._store, self._side_channels, self._messages = store, itertools.count(), itertools.count()
         self._roll_call = RollCall(store, rank, world_size, self._guard_timeout)
         meeting = dist.PrefixStore("meeting", store)
-        self._authenticator = meet(meeting, rank, world_size, secret, self._roll_call)
+        self._authenticator = agree_on_session(meeting, rank, world_size, secret, self._roll_call)
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
         """Reduce over ranks into a new tensor; gloo and NCCL alike, the mean is a sum divided."""

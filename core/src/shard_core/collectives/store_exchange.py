@@ -60,7 +60,7 @@ class StoreExchange:
         self._rank = rank
         self._world_size = world_size
         self._patience = patience.total_seconds()
-        self._pulse = _Pulse(lambda: store.add(f"pulse/{rank}", 1), self._patience / _BEATS)
+        self._heartbeat = _Heartbeat(lambda: store.add(f"pulse/{rank}", 1), self._patience / _BEATS)
         self._calls = 0
 
     @property
@@ -75,7 +75,7 @@ class StoreExchange:
 
     def __enter__(self) -> Self:
         try:
-            self._pulse.start()
+            self._heartbeat.start()
         except dist.DistError as error:
             raise lost_store(self._rank) from error
         return self
@@ -83,7 +83,7 @@ class StoreExchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pulse.stop()
+        self._heartbeat.stop()
         if not isinstance(error, CollectiveError):
             self._leave()
 
@@ -194,7 +194,7 @@ class StoreExchange:
             return  # all messages have arrived; whoever served the store is gone already
 
 
-class _Pulse:
+class _Heartbeat:
     """A heartbeat from a thread of its own.
 
     Args:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from shard_core.data.order import order_of, seed_of
 from shard_core.data.sampler import ResumableSampler
-from shard_core.data.sharing import agreed
+from shard_core.data.sharing import check_same_data
 from shard_core.errors import CheckpointMismatch, InvalidOption
 from shard_core.randomness import derived_seed
 
@@ -143,7 +143,7 @@ def _agreed_seed(
         "sampler": type(loader.sampler).__name__,
         "split_batches": split_batches,
     }
-    return agreed(mine, seed_of(loader), coordinator)
+    return check_same_data(mine, seed_of(loader), coordinator)
 
 
 def _global_batch(loader: DataLoader[Any], world_size: int, split_batches: bool) -> int:

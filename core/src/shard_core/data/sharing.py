@@ -25,7 +25,7 @@ _CHOICE = (
 )
 
 
-def agreed(mine: Mapping[str, Any], extra: T, coordinator: Coordinator) -> T:
+def check_same_data(mine: Mapping[str, Any], extra: T, coordinator: Coordinator) -> T:
     """Check that all ranks were given the same data.
 
     Args:

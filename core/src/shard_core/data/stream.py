@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from shard_core._versions import is_split_over_ranks
-from shard_core.data.sharing import agreed, reads_alike, shards_itself
+from shard_core.data.sharing import check_same_data, reads_alike, shards_itself
 from shard_core.errors import CheckpointError, CheckpointMismatch, InvalidOption
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class StreamFeed:
             )
         self._marked = shards_itself(loader)
         facts = {"dataset": "an IterableDataset", "shard_stream": shard_stream, "a mark of sharding": self._marked}
-        agreed(facts, None, coordinator)
+        check_same_data(facts, None, coordinator)
         self._finds_out = shard_stream is None and coordinator.world_size > 1
         self._shared = not self._marked if shard_stream is None and not self._finds_out else shard_stream
         self._loaded: Mapping[str, Any] = {}

@@ -71,14 +71,14 @@ class DeferredGradients:
         self._parameters = parameters
         self._zeros: dict[str, tuple[torch.Tensor, int | None]] = {}
 
-    def show(self) -> None:
+    def set_zeros(self) -> None:
         """Set ``.grad`` to zeros where a backward has deferred the gradients."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
                 self._zeros[name] = parameter.grad, version_of(parameter.grad)
 
-    def take_back(self) -> None:
+    def remove_zeros(self) -> None:
         """Remove the zeros before a backward adds gradients.
 
         Raises:

@@ -91,7 +91,7 @@ class EntryMethods:
             # Torch sees by itself that a unit has run, but it waits for all of its modules.
             for other in unit:
                 if other is not part:
-                    output = _run_through(other, output)
+                    output = _run_hooks(other, output)
             return output
         finally:
             assert self._inside is not None
@@ -112,7 +112,7 @@ class EntryMethods:
         return self._output
 
 
-def _run_through(module: torch.nn.Module, output: Any) -> Any:
+def _run_hooks(module: torch.nn.Module, output: Any) -> Any:
     """Run the hooks of a module on an output as if it had computed it."""
     own = vars(module).get("forward")
     module.forward = lambda: output

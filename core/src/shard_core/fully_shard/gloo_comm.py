@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Apart from what users send between two ranks themselves.
 _TAG: Final = 7306
 #: How many bytes travel before they are added up: more would be out of the caches by then, fewer is many messages.
-_ROOM: Final = 8 * 2**20
+_CHUNK_BYTES: Final = 8 * 2**20
 #: As they are called since torch 2.13, and were before.
 _gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -117,7 +117,7 @@ class PairwiseScatter(_HeapAllocator):
             return work
         size, rank = group.size(), group.rank()
         parts = input_tensor.view(size, output_tensor.numel())
-        width = min(max(_ROOM // (size * output_tensor.element_size()), 1), output_tensor.numel())
+        width = min(max(_CHUNK_BYTES // (size * output_tensor.element_size()), 1), output_tensor.numel())
         room = output_tensor.new_empty(size, width)
         for start in range(0, output_tensor.numel(), max(width, 1)):
             mine = output_tensor[start : start + width]

@@ -188,10 +188,10 @@ class FullySharder:
                 discarded or changed.
         """
         for each in self._gradients.values():  # the loss may have come through several modules
-            each.take_back()
+            each.remove_zeros()
         yield
         for deferring in self._deferring:
-            self._gradients[deferring].show()
+            self._gradients[deferring].set_zeros()
         if module in self._syncs:
             self._syncs[module].check_sent()
 

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from shard_core.launcher.failure import explain
+from shard_core.launcher.failure import launch_error
 from shard_core.launcher.interface import Launcher
 from shard_core.launcher.loopback import loopback_only
 from shard_core.launcher.pickling import check_importable, check_picklable, refuse_unguarded
@@ -81,14 +81,14 @@ class ElasticLauncher(Launcher):
 
         watch = Watch(call.folder, self.num_processes)
         try:
-            with _own_surroundings(self.num_processes), loopback_only(), watch:
+            with _own_environment(self.num_processes), loopback_only(), watch:
                 elastic_launch(self._config(call.folder), run_rank)(call)
         except ChildFailedError as error:
             seen = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            raise explain(call.folder, self.num_processes, seen, watch.deaths) from None
+            raise launch_error(call.folder, self.num_processes, seen, watch.deaths) from None
         except SignalException as stopped:
             if watch.woke_agent:
-                raise explain(call.folder, self.num_processes, {}, watch.deaths) from None
+                raise launch_error(call.folder, self.num_processes, {}, watch.deaths) from None
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             # The agent took the signal to end the ranks first; now it means what it meant before.
@@ -121,7 +121,7 @@ class ElasticLauncher(Launcher):
 
 
 @contextlib.contextmanager
-def _own_surroundings(num_processes: int) -> Iterator[None]:
+def _own_environment(num_processes: int) -> Iterator[None]:
     """Set what the agent and the ranks take from this process, and put everything back."""
     names = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_SIGNALS_TO_HANDLE")
     variables = {name: os.environ.get(name) for name in names}

@@ -12,7 +12,7 @@ from shard_core.launcher.report import DONE, FAILED, REFUSED, Report, read_repor
 from shard_core.launcher.watch import Death
 
 
-def explain(folder: str, num_processes: int, exits: Mapping[int, int], deaths: Sequence[Death]) -> LaunchError:
+def launch_error(folder: str, num_processes: int, exits: Mapping[int, int], deaths: Sequence[Death]) -> LaunchError:
     """Return the error of a launch that failed.
 
     Args:

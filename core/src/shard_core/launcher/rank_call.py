@@ -67,7 +67,7 @@ def run_rank(call: RankCall) -> None:
         time.sleep(LINGER_SECONDS)
         raise
     if rank == 0:
-        _keep(result, call.folder)
+        _write_result(result, call.folder)
     Report(rank=rank, state=DONE, cause=how).write(call.folder)
     _leave_soon()
 
@@ -75,7 +75,7 @@ def run_rank(call: RankCall) -> None:
 def report_failure(error: BaseException) -> None:
     """Report to the launcher that started this process, if one did, what has failed; the same error only once.
 
-    To be called before anything is cleaned up: others raise as soon as its connections are lost, and must not be
+    To be called before anything is cleaned up: others raise when this rank's connections close, and must not be
     taken for the first.
 
     Args:
@@ -99,10 +99,10 @@ def read_result(folder: str) -> Any:
     Returns:
         A copy.
     """
-    return pickle.loads(_result(folder).read_bytes())
+    return pickle.loads(_result_path(folder).read_bytes())
 
 
-def _result(folder: str) -> Path:
+def _result_path(folder: str) -> Path:
     return Path(folder, "result.pickle")
 
 
@@ -116,10 +116,10 @@ def _call(call: RankCall) -> tuple[Any, str]:
         raise
 
 
-def _keep(result: Any, folder: str) -> None:
+def _write_result(result: Any, folder: str) -> None:
     """Write rank 0's result to a file: a tensor in shared memory would die with its rank."""
     try:
-        _result(folder).write_bytes(pickle.dumps(result))
+        _result_path(folder).write_bytes(pickle.dumps(result))
     except Exception as error:
         kind = f"{type(result).__module__}.{type(result).__qualname__}".removeprefix("builtins.")
         cause = (

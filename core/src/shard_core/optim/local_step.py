@@ -41,7 +41,7 @@ def local_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         return
     shards = _Shards(optimizer, settings)
-    with inside_step(optimizer, shards.put_in, shards.take_out):
+    with inside_step(optimizer, shards.swap_in, shards.swap_out):
         yield
 
 
@@ -66,7 +66,7 @@ class _Shards:
         self._state: defaultdict[torch.Tensor, Any] | None = None
 
     @torch.no_grad()
-    def put_in(self, *_: object) -> None:
+    def swap_in(self, *_: object) -> None:
         """Replace the DTensors by the shards."""
         optimizer = self._optimizer
         usable = [can_use_kernel(self._settings, optimizer, group) for group in optimizer.param_groups]
@@ -79,7 +79,7 @@ class _Shards:
             group.update(changed)
 
     @torch.no_grad()
-    def take_out(self, *_: object) -> None:
+    def swap_out(self, *_: object) -> None:
         """Restore the DTensors, and take over what became of the state."""
         for group, settings in self._groups:
             group.update(settings)

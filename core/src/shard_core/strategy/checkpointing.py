@@ -264,7 +264,7 @@ class StrategyCheckpointing(StrategyStateDict):
         self._saves.settle()
         self.barrier(f"latest_checkpoint of {folder}")
 
-        def look() -> tuple[str, bool] | None:
+        def find() -> tuple[str, bool] | None:
             check_path(folder)
             check_storage_options(storage_options)
             if not self.is_global_zero:
@@ -272,7 +272,7 @@ class StrategyCheckpointing(StrategyStateDict):
             found = self.checkpoint_io.latest(folder, storage_options=storage_options)
             return None if found is None else (str(found), isinstance(found, Path))
 
-        found = on_all_ranks(self.collectives, f"looking for checkpoints in {str(folder)!r}", look)[0]
+        found = on_all_ranks(self.collectives, f"looking for checkpoints in {str(folder)!r}", find)[0]
         return None if found is None else Path(found[0]) if found[1] else found[0]
 
     def _random_state(self) -> dict[str, Any]:
