@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment_worlds import ForeignWorlds
 from environments import python_with
-from foreign_worlds import ForeignWorlds
-from leg import STEPS, Leg, Notes, go_under
-from walk import SIZES, Station, every_ordered_pair
+from resumed_run import STEPS, Leg, Notes, go_under
+from strategy_chains import SIZES, Station, every_ordered_pair
 
 from shard_core.testing.bits import assert_same_bits
 from shard_core.testing.oracle import assert_same_numbers

@@ -33,8 +33,8 @@ ROOMS = {
 #: What only one engine has, and so no room of the house is for.
 OWN_ROOMS = {
     "shard_fsdp": {"offload", "preparation"},
-    "shard_tp": {"alike", "dropout", "plan"},
-    "shard_deepspeed": {"settings", "zero"},
+    "shard_tp": {"consistency", "dropout", "plan"},
+    "shard_deepspeed": {"engine_config", "zero"},
 }
 TORCHLESS = (
     *("capability", "coordinator", "errors", "options", "plugins", "strategies.plugin"),

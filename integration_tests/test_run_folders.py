@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from leg import Leg, go_under
+from resumed_run import Leg, go_under
 
 from shard_core import get_strategy
 from shard_core.checkpoint.inspection.compare import compare

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_loops import PER_BLOCK, Settings, Tuned, candidates
-from peer_loops import PEERS
+from library_loops import PEERS
 from raw_loops import Batch
 from rich.console import Console
 from rich.table import Table

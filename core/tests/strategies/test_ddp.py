@@ -13,7 +13,7 @@ from shard_core import get_strategy
 from shard_core._versions import has_hooks
 from shard_core.errors import SetupError
 from shard_core.testing import models, oracle
-from shard_core.testing.subject import Subject
+from shard_core.testing.strategy_under_test import Subject
 from shard_core.testing.suites.training.runs import assert_like, plainly, train
 from shard_core.testing.training import set_up
 

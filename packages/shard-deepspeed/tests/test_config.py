@@ -13,8 +13,8 @@ from torch import nn
 from shard_core import InvalidOption, SetupError, UnsupportedPrecision, get_strategy
 from shard_core.plugins import options_of
 from shard_deepspeed.config import STAGES, DeepSpeedConfig
-from shard_deepspeed.config.later import LaterOptions
-from shard_deepspeed.settings import check_honoured
+from shard_deepspeed.config.unsupported import LaterOptions
+from shard_deepspeed.engine_config import check_honoured
 
 _LATER = {option.name: option.default for option in options_of(LaterOptions)}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from shard_core.errors import RankFailed, ShardError
-from shard_core.testing.assignment import Assignment
+from shard_core.testing.option_arguments import Assignment
 
 if TYPE_CHECKING:
     from shard_core.parity.recipe import Recipe

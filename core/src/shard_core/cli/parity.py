@@ -14,7 +14,7 @@ import click
 
 from shard_core import plugins
 from shard_core.cli.own_model import make_recipe, other_output_on_stderr, takes_a_model, unusable
-from shard_core.testing.assignment import values_of
+from shard_core.testing.option_arguments import values_of
 
 if TYPE_CHECKING:
     from shard_core.parity.check import Result

@@ -17,7 +17,7 @@ import click
 
 from shard_core import plugins
 from shard_core.errors import ShardError, nearest
-from shard_core.testing.assignment import Assignment, values_of
+from shard_core.testing.option_arguments import Assignment, values_of
 
 if TYPE_CHECKING:
     from rich.console import Group

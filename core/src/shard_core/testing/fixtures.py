@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shard_core.testing.chosen import Chosen, chosen_by_class
 from shard_core.testing.processes.early_scripts import EarlyScripts
 from shard_core.testing.processes.worlds import Worlds
 from shard_core.testing.rules import RuleBroken, check_untouched, promise_of, promises_of
+from shard_core.testing.selected_promises import Chosen, chosen_by_class
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

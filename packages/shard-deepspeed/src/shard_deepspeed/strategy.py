@@ -14,8 +14,8 @@ from shard_core.backend import ProcessGroupCollectives, fast_step, send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
+from shard_deepspeed.engine_config import check_honoured, settings
 from shard_deepspeed.plugin import DEEPSPEED
-from shard_deepspeed.settings import check_honoured, settings
 from shard_deepspeed.tuning import worth_trying
 from shard_deepspeed.zero import ZeroModule, is_trained
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from shard_core.plugins import Capability, StrategyInfo, hookimpl, options_of
 from shard_fsdp.config import FSDPConfig
-from shard_fsdp.config.vocabulary import REFUSED
+from shard_fsdp.config.refused_options import REFUSED
 
 # Optimizers that look at whole matrices meet shards: torch's Adafactor and LBFGS fail on them.
 _CAPABILITIES = frozenset(Capability) - {Capability.ANY_OPTIMIZER}

@@ -21,10 +21,10 @@ from shard_fsdp.config import FSDPConfig
 from shard_fsdp.offload import offload_policy
 from shard_fsdp.plugin import FSDP
 from shard_fsdp.precision import precision_of, wire_policy
+from shard_fsdp.preparation.activation_checkpointing import recompute
 from shard_fsdp.preparation.ignored import ignored_parameters
 from shard_fsdp.preparation.policy import chosen_by
 from shard_fsdp.preparation.prefetch import set_prefetching
-from shard_fsdp.preparation.recomputation import recompute
 from shard_fsdp.preparation.wrapping import ManualUnits
 from shard_fsdp.tuning import worth_trying
 

@@ -18,8 +18,8 @@ from shard_core.backend import (
     local_gradients,
 )
 from shard_core.plugins import DATA_AXIS, MeshShape
-from shard_tp.alike import Alike
 from shard_tp.config import TPConfig
+from shard_tp.consistency import Alike
 from shard_tp.plan import apply_plan, check_styles, own_plan, split_by
 from shard_tp.plugin import TP
 from shard_tp.tuning import worth_trying

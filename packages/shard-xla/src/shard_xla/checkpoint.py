@@ -13,7 +13,7 @@ from shard_core.backend import HeldSlot, NamedState, Ownership, TensorShard, sha
 
 if TYPE_CHECKING:
     from shard_core.backend import OptimizerRecord
-    from shard_xla.strategy.layout import Layout, Place
+    from shard_xla.strategy.module_tensors import Layout, Place
 
 
 class DeviceState(NamedState):

@@ -13,8 +13,8 @@ from shard_core.testing.rules import promise, promises_of
 from shard_core.testing.suites.suite import Suite
 
 if TYPE_CHECKING:
-    from shard_core.testing.chosen import Chosen
     from shard_core.testing.processes.early_scripts import EarlyScripts
+    from shard_core.testing.selected_promises import Chosen
 
 _OWN, _TORCHRUN = "own-ranks", "torchrun"
 _RETURNS, _JOINS = "launch_returns_rank_zeros_result", "joins_torchrun"

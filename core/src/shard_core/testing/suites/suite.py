@@ -10,12 +10,12 @@ import pytest
 from shard_core import plugins
 from shard_core.testing.processes.fork_server import fork_server
 from shard_core.testing.rules import RuleBroken, promise_of
-from shard_core.testing.subject import Ranks, Subject
+from shard_core.testing.strategy_under_test import Ranks, Subject
 
 if TYPE_CHECKING:
     from shard_core.plugins.info import StrategyInfo
-    from shard_core.testing.chosen import Chosen
     from shard_core.testing.processes.worlds import Worlds
+    from shard_core.testing.selected_promises import Chosen
 
 
 class Suite:

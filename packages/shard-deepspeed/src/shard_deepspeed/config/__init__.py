@@ -6,7 +6,7 @@ import dataclasses
 
 from shard_core import InvalidOption
 from shard_core.plugins import option
-from shard_deepspeed.config.later import LaterOptions
+from shard_deepspeed.config.unsupported import LaterOptions
 
 _FLAGS = (
     "zero_optimization",

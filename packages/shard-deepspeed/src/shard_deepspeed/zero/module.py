@@ -12,9 +12,9 @@ import torch.distributed as dist
 from shard_core import SetupError
 from shard_core.backend import LocalGradient, NoInferenceMode
 from shard_deepspeed import _versions
-from shard_deepspeed.zero.edits import Edits, Held
+from shard_deepspeed.zero.manual_writes import Edits, Held
 from shard_deepspeed.zero.partitions import partitions, shard_part
-from shard_deepspeed.zero.trained import Trained
+from shard_deepspeed.zero.trained_parameter import Trained
 
 if TYPE_CHECKING:
     from shard_core.backend import FlatPart, ParameterNames

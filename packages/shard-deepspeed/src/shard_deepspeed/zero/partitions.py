@@ -13,7 +13,7 @@ from shard_core.backend import FlatPart
 from shard_deepspeed import _versions
 
 if TYPE_CHECKING:
-    from shard_deepspeed.zero.trained import Trained
+    from shard_deepspeed.zero.trained_parameter import Trained
 
 
 class Partitions(abc.ABC):

@@ -10,7 +10,7 @@ from shard_core.plugins import nearest, option
 from shard_fsdp.config import checks
 from shard_fsdp.config.layout import LayoutOptions
 from shard_fsdp.config.preparation import PreparationOptions
-from shard_fsdp.config.vocabulary import ALWAYS
+from shard_fsdp.config.refused_options import ALWAYS
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy, StateDictType

@@ -11,7 +11,7 @@ from torch import nn
 from shard_core import InvalidOption
 from shard_core.backend import plain_name
 from shard_core.plugins import nearest
-from shard_fsdp.preparation.choice import of_classes
+from shard_fsdp.preparation.submodules import of_classes
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from shard_core import InvalidOption
 from shard_fsdp._versions import custom_policy_targets
-from shard_fsdp.preparation.choice import has_forward, of_classes
+from shard_fsdp.preparation.submodules import has_forward, of_classes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,12 +18,12 @@ from shard_xla.checkpoint import FlatState, flat_part
 from shard_xla.config import XLAFSDPConfig
 from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
-from shard_xla.strategy.compiling import RecompilationWatch
 from shard_xla.strategy.engine import XLAEngine
-from shard_xla.strategy.held import check_held
-from shard_xla.strategy.layout import Layout, check_on_host, release, take_own_names, take_whole_values
+from shard_xla.strategy.module_hooks import WholeParameters
+from shard_xla.strategy.module_tensors import Layout, check_on_host, release, take_own_names, take_whole_values
+from shard_xla.strategy.recompilation import RecompilationWatch
+from shard_xla.strategy.stale_parameters import check_held
 from shard_xla.strategy.tracing import stepping_lists
-from shard_xla.strategy.wholes import WholeParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,11 +14,11 @@ from shard_core.backend import NoInferenceMode, SingleCollectives, TorchEngine
 from shard_xla.checkpoint import SpreadState
 from shard_xla.config import XLASPMDConfig
 from shard_xla.plugin import SPMD
-from shard_xla.strategy import runtime, spreading
-from shard_xla.strategy.compiling import RecompilationWatch
+from shard_xla.strategy import runtime, spmd_sharding
 from shard_xla.strategy.engine import XLAEngine
-from shard_xla.strategy.held import check_held
-from shard_xla.strategy.layout import Layout, check_on_host, release, take_own_names
+from shard_xla.strategy.module_tensors import Layout, check_on_host, release, take_own_names
+from shard_xla.strategy.recompilation import RecompilationWatch
+from shard_xla.strategy.stale_parameters import check_held
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.units import check_classes
 
@@ -60,7 +60,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         runtime.start(self.info.name, devices=self.config.virtual_devices, spmd=True)
         self._layouts = weakref.WeakKeyDictionary()
         self._watch = RecompilationWatch()
-        self._devices = spreading.make_mesh()
+        self._devices = spmd_sharding.make_mesh()
         return None
 
     def engine_setup(
@@ -70,13 +70,13 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         check_on_host(names)
         check_classes(module, self.config)
         layout = Layout(module)
-        spreading.to_device(module, self.root_device)
+        spmd_sharding.to_device(module, self.root_device)
         for parameter in module.parameters():
-            spreading.spread(parameter, self._devices)
+            spmd_sharding.spread(parameter, self._devices)
         self._layouts[module] = layout
         self._repoint(optimizers, names, layout)
         release(names)
-        root = spreading.wrap(module, self.config, self._devices)
+        root = spmd_sharding.wrap(module, self.config, self._devices)
         take_own_names(module)
         NoInferenceMode(root)
         return root
@@ -117,8 +117,8 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         there = value.to(self.root_device, parameter.dtype if value.is_floating_point() else value.dtype)
-        return spreading.spread(there, self._devices) if value.shape == parameter.shape else there
+        return spmd_sharding.spread(there, self._devices) if value.shape == parameter.shape else there
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # From the host: zeros made on the device would be a constant, of which every device keeps all.
-        return spreading.spread(torch.zeros(parameter.shape, dtype=dtype).to(self.root_device), self._devices)
+        return spmd_sharding.spread(torch.zeros(parameter.shape, dtype=dtype).to(self.root_device), self._devices)

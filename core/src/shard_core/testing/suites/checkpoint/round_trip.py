@@ -18,7 +18,7 @@ from shard_core.testing.training import set_up, step, whole_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 
 class RoundTrip(Suite):

@@ -20,7 +20,7 @@ from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up, step
 
 if TYPE_CHECKING:
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _NAME = "step-1"
 _GUARD = timedelta(seconds=2)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shard_core.strategy import Strategy
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 #: Steps before the load; from the middle on, what was frozen is trained.
 _STEPS = 4

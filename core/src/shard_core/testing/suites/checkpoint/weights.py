@@ -16,7 +16,7 @@ from shard_core.testing.training import set_up, step, whole_weights
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 #: The other name of a weight that stands in the file once.
 _TIED = "again.weight"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shard_core.strategy import Strategy
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DTYPES = (*_FLOATS, torch.int64, torch.bool)

@@ -20,7 +20,7 @@ from shard_core.testing.suites.suite import Suite
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _NO_OPTION = "no_such_option"
 

@@ -16,7 +16,7 @@ from shard_core.testing.training import set_up
 
 if TYPE_CHECKING:
     from shard_core.strategy import Strategy
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _MODEL, _BATCH, _MICRO, _STEPS = "uneven", 12, 3, 2
 _BOUND = 1e-5

@@ -18,7 +18,7 @@ from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up
 
 if TYPE_CHECKING:
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _BATCH = 12
 _CLIP = 0.02

@@ -21,7 +21,7 @@ from shard_core.testing.training import set_up, step, whole_weights
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _STEPS = 5
 

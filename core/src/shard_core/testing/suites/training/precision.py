@@ -23,7 +23,7 @@ from shard_core.testing.training import set_up, whole_weights
 if TYPE_CHECKING:
     from shard_core.precision.interface import PrecisionPolicy
     from shard_core.strategy import Strategy
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _BATCH = 96
 """Large enough that on up to eight ranks no gradient overflows float16 under the scaler's first factor."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shard_core.strategy import Strategy
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _STEPS = 2
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shard_core.strategy import Strategy
-    from shard_core.testing.subject import Subject
+    from shard_core.testing.strategy_under_test import Subject
 
 BATCH = 12
 """Samples in a global batch: they divide by 1, 2 and 3 ranks, and again by 2."""

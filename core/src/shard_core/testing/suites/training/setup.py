@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shard_core.strategy import Strategy
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 #: What a scheduler multiplies the learning rates by, step after step.
 _FACTORS = (0.25, 0.5, 1.0, 0.0, 0.0)

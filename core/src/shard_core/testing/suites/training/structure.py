@@ -21,7 +21,7 @@ from shard_core.testing.training import set_up
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _STEPS = 4
 _TIED = ("embedding.weight", "head.weight")

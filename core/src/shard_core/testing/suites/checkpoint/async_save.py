@@ -14,7 +14,7 @@ from shard_core.testing.training import step
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _STEPS = 4
 

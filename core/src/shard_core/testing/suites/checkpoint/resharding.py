@@ -15,7 +15,7 @@ from shard_core.testing.training import set_up
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _BELOW = ("ties_come_back_tied", "moments_come_back", "frozen_parameters_stay_frozen")
 

@@ -18,7 +18,7 @@ from shard_core.testing.suites.suite import Suite
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _GUARD_SECONDS = 3.0
 #: When a rank must have heard of it on a loaded machine: far sooner than the half hour that engines wait themselves.

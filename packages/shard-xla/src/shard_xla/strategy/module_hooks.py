@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from shard_core import SetupError
 from shard_xla import _versions
+from shard_xla.strategy.full_parameter import WholeParameter
 from shard_xla.strategy.units import units_of
-from shard_xla.strategy.whole_parameter import WholeParameter
 
 if TYPE_CHECKING:
     from torch import nn

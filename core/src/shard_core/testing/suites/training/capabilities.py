@@ -23,7 +23,7 @@ from shard_core.testing.suites.training.runs import BATCH, Run, assert_like, pla
 from shard_core.testing.training import set_up, whole_weights
 
 if TYPE_CHECKING:
-    from shard_core.testing.subject import Ranks, Subject
+    from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _STEPS = 3
 _MIB = 2**20

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from shard_core import InvalidOption, get_strategy
-from shard_fsdp.config.vocabulary import REFUSED
+from shard_fsdp.config.refused_options import REFUSED
 
 WORDS = {
     *inspect.signature(FullyShardedDataParallel.__init__).parameters,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from shard_core import SetupError
-from shard_deepspeed.zero.gradient_elsewhere import GradientElsewhere
+from shard_deepspeed.zero.gradient_proxy import GradientElsewhere
 
 if TYPE_CHECKING:
     import torch
