@@ -37,7 +37,7 @@ class ForeignWorlds:
         return ForeignWorld(self._connection, size, environment)
 
     def close(self) -> None:
-        """End all ranks, and who held them."""
+        """Stop all ranks, and who held them."""
         self._connection.close()
         self._process.wait(timeout=60)
 

@@ -53,7 +53,7 @@ class Environment:
 
 @functools.cache
 def python_with(strategy: str) -> Path:
-    """Find the interpreter of the environment that has a strategy, among those that nox tells of."""
+    """Find the interpreter of the environment that has a strategy, among those that nox lists."""
     pythons = [Path(text) for text in os.environ.get("SHARD_PYTHONS", sys.executable).split(os.pathsep)]
     for python in pythons:
         if any(row["name"] == strategy for row in json.loads(succeed(run(ROOT, str(python), *LIST)))):

@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def optimizers_over(model: Model) -> dict[str, torch.optim.Optimizer]:
-    """Put matrices and their biases under AdamW, in two groups, and the rest under SGD."""
+    """Build AdamW over matrices and their biases, in two groups, and SGD over the rest."""
     layers = (model.expand, model.contract)
     adamw = torch.optim.AdamW(
         [
@@ -163,7 +163,7 @@ def next_samples() -> dict[str, list[int]]:
 
 
 def seed_generators(rank: int) -> None:
-    """Put a rank's generators where formulas can follow, each with a number of Gauss' kept for the next call."""
+    """Set a rank's generators so that formulas can follow, each with a number of Gauss' kept for the next call."""
     random.seed(100 + rank)
     random.gauss(0, 1)
     numpy.random.seed(200 + rank)

@@ -52,39 +52,39 @@ class Golden:
 
     @property
     def name(self) -> str:
-        """The folder it stands in."""
+        """Return the folder it stands in."""
         return f"{self.strategy}-{self.form}-{self.precision}"
 
     @property
     def path(self) -> Path:
-        """Where it stands."""
+        """Return its path."""
         return FOLDER / self.name
 
     @property
     def ranks(self) -> int:
-        """How many processes wrote it."""
+        """Return how many processes wrote it."""
         return 1 if self.strategy == "xla_spmd" else self.size
 
     @property
     def rank_places(self) -> tuple[int, ...]:
-        """The place of each of these processes among those that saw different data."""
+        """Return the place of each of these processes among those that saw different data."""
         return self.data_ranks or tuple(range(self.ranks))
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What these were started with."""
+        """Return the environment variables that these were started with."""
         if self.strategy == "xla_spmd":
             return {**_HASTY, "CPU_NUM_DEVICES": str(self.size), "XLA_USE_SPMD": "1"}
         return _HASTY if self.strategy.startswith("xla") else {}
 
     @property
     def freezes(self) -> bool:
-        """Whether its model has a frozen layer; one in bfloat16 beside float32 copies is read by DeepSpeed alone."""
+        """Return whether its model has a frozen layer; one in bfloat16 beside float32 copies only DeepSpeed reads."""
         return not isinstance(self.stored, PrecisionPolicy)
 
     @property
     def stored(self) -> str | PrecisionPolicy:
-        """The precision of a strategy that keeps everything in the dtypes that stand in the files."""
+        """Return the precision of a strategy that keeps everything in the dtypes that stand in the files."""
         if self.strategy.startswith("deepspeed") and self.precision == "bf16-true":
             return _BFLOAT16_BUFFERS  # ZeRO steps float32 copies, and these are what is stored
         return self.precision

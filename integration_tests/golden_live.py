@@ -115,18 +115,18 @@ class Live:
         return self._strategy.process_dataloader(loader, split_batches=True)
 
     def without_loaders(self) -> dict[str, Any]:
-        """Leave the data's position out of the state."""
+        """Remove the data's position from the state."""
         return {key: value for key, value in self.state.items() if key not in self.loaders}
 
     def take_batches(self) -> None:
-        """Go to the middle of an epoch that is not the first."""
+        """Advance to the middle of an epoch that is not the first."""
         for loader in self.loaders.values():
             loader.set_epoch(EPOCH)
             for _, _ in zip(range(BATCHES_TAKEN), loader, strict=False):
                 pass
 
     def next_samples(self) -> dict[str, list[int]]:
-        """List the samples that all ranks together are given next, up to the end of the epoch or ten of them."""
+        """List the samples that all ranks are given next, up to the end of the epoch or ten of them."""
         found = {}
         for name, loader in self.loaders.items():
             own = [int(sample) for batch, _ in zip(loader, range(10), strict=False) for sample in _flat(batch)]
@@ -252,7 +252,7 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def rates_to_come(scheduler: torch.optim.lr_scheduler.LRScheduler) -> list[float]:
-    """Step a scheduler, and say what comes of it."""
+    """Step a scheduler, and return what comes of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the optimizer is not stepped here
         scheduler.step()

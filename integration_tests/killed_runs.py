@@ -39,7 +39,7 @@ def _build(strategy: Any, value: float) -> dict[str, Any]:
 
 
 def _rank(rank: int, name: str, path: str, value: float, port: int, form: str, said: int) -> None:
-    """Be one rank of a run that saves, and tell when it is about to and when it has."""
+    """Run one rank of a run that saves, and signal when it is about to and when it has."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     strategy = get_strategy(name, accelerator="cpu", **_OPTIONS.get(name, {}))
@@ -52,7 +52,7 @@ def _rank(rank: int, name: str, path: str, value: float, port: int, form: str, s
 
 
 def _run(name: str, path: str, value: float, form: str, victims: list[int], after: float) -> float:
-    """Let a run save, and kill some of its ranks so many seconds after it began to; give how long the save took."""
+    """Kill some ranks of a run so many seconds after it began to save; return how long the save took."""
     hear, said = os.pipe()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

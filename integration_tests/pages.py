@@ -28,13 +28,13 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The file it is meant to be, if its first line is a comment that names one."""
+        """Return the file it is meant to be, if its first line is a comment that names one."""
         match = _FILE.match(self.text)
         return match[1] if match else None
 
     @property
     def starts(self) -> bool:
-        """Whether it is a script that starts something when it is run."""
+        """Return whether it is a script that starts something when it is run."""
         return 'if __name__ == "__main__":' in self.text
 
 
@@ -50,12 +50,12 @@ class Page:
 
     @property
     def name(self) -> str:
-        """Its path in the repository."""
+        """Return its path in the repository."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Return all of it."""
         return self.path.read_text()
 
     def blocks(self, *languages: str) -> list[Block]:
@@ -73,7 +73,7 @@ class Page:
         return commands
 
     def table(self, *header: str) -> list[list[str]]:
-        """Give the rows of all tables with this header, cells without backticks; none if there is no such table."""
+        """Return the rows of all tables with this header, cells without backticks; none if there is no such table."""
         lines = self.text.splitlines()
         starts = [place for place, line in enumerate(lines) if _cells(line) == list(header)]
         tables = [itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :]) for start in starts]
@@ -88,7 +88,7 @@ def pages() -> list[Page]:
 
 
 def page(name: str) -> Page:
-    """Give the page at a path in the repository."""
+    """Return the page at a path in the repository."""
     return Page(ROOT / name)
 
 

@@ -79,7 +79,7 @@ class Notes:
 
 
 def go_under(name: str, options: dict[str, Any], leg: Leg) -> Notes:
-    """Go a leg under a strategy, on every rank of a running world."""
+    """Run a leg under a strategy, on every rank of a running world."""
     with get_strategy(name, **options) as strategy:
         return go(strategy, leg)
 
@@ -134,7 +134,7 @@ def numbered_texts() -> DataLoader[Any]:
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Give epoch after epoch."""
+    """Yield the batches of epoch after epoch."""
     while True:
         yield from loader
 

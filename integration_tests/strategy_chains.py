@@ -44,12 +44,12 @@ class Station:
 
     @property
     def ranks(self) -> int:
-        """How many processes it needs."""
+        """Return how many processes it needs."""
         return 1 if self.strategy == "xla_spmd" else self.size
 
     @property
     def options(self) -> dict[str, Any]:
-        """What ``get_strategy`` is told beside the name; nothing is too small to be sharded."""
+        """Return arguments of ``get_strategy`` beside the name; nothing is too small to be sharded."""
         if self.strategy == "tp":
             return {"tensor_parallel_size": 2 if self.size % 2 == 0 else 1, "plan": SPLIT}
         if self.strategy == "deepspeed_stage_3":
@@ -58,14 +58,14 @@ class Station:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What its ranks are started with."""
+        """Return the environment variables that its ranks are started with."""
         if self.strategy == "xla_spmd":
             return {**_HASTY, "CPU_NUM_DEVICES": str(self.size), "XLA_USE_SPMD": "1"}
         return _HASTY if self.strategy.startswith("xla") else {}
 
 
 def every_ordered_pair() -> list[Station]:
-    """Walk from every strategy to every strategy, itself included, each way once.
+    """Chain every strategy to every strategy, itself included, each way once.
 
     Where a strategy follows upon itself it keeps its size, so that all can go on bit for bit; whenever it is come
     back to, it has the next of its sizes.

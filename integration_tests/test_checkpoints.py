@@ -28,7 +28,7 @@ ONCE = [
 
 @pytest.fixture(scope="module")
 def go(worlds: Any) -> Iterator[Go]:
-    """Give a callable that goes a leg on the ranks of a station, which live on for the next."""
+    """Return a callable that runs a leg on the ranks of a station, which live on for the next."""
     held: dict[Path, Any] = {Path(sys.executable): worlds}
 
     def on(station: Station, leg: Leg) -> list[Notes]:
@@ -65,7 +65,7 @@ def test_walk_from_every_strategy_to_every_other(go: Go, tmp_path: Path, form: s
 
 
 def walk(go: Go, stations: list[Station], folder: Path, form: str) -> None:
-    """Go from station to station; each goes on as the one before did, and all as if never interrupted."""
+    """Run station after station; each goes on as the one before did, and all as if never interrupted."""
     losses: list[float] = []
     before: list[Notes] = []
     for number, station in enumerate(stations):
@@ -83,7 +83,7 @@ def walk(go: Go, stations: list[Station], folder: Path, form: str) -> None:
 
 
 def assert_goes_on(where: str, notes: list[Notes], before: list[Notes]) -> None:
-    """Hold what was loaded, and the first steps after it, against the run that was saved and went on."""
+    """Compare what was loaded, and the first steps after it, with the run that was saved and went on."""
     assert_same_bits(where, notes[0].loaded, before[0].left)
     taken, further = notes[0].taken, before[0].further
     assert taken.samples == further.samples, f"{where} trains on other samples"

@@ -26,7 +26,7 @@ def momentum(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def changes_weights() -> list[str]:
-    """Change sharded weights in some ways, each before they are copied; give what is said of it."""
+    """Change sharded weights in some ways, each before they are copied; return the errors."""
     with get_strategy("fsdp") as strategy:
         model, optimizer = set_up(strategy, Layers, momentum)
         strategy.backward(model(torch.randn(8, 6)), model)

@@ -63,7 +63,7 @@ def assert_values(reading: Reading, golden: Golden, *, streams: bool) -> None:
 
 
 def assert_generators(readings: list[Reading], golden: Golden) -> None:
-    """At the ranks it was saved at each goes on where it stood; at others all draw anew, and each its own."""
+    """Check generators: at the ranks of the save each goes on where it stood; at others each draws its own anew."""
     drawn = [reading.drawn for reading in readings]
     continued = [drawn_after_seeding(rank) for rank in range(golden.ranks)]
     if golden.rank_places == tuple(range(len(readings))):

@@ -20,7 +20,7 @@ WORLDS = [("single", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
 
 
 def pretrained(name: str, folder: Path, dtype: torch.dtype = torch.float32, size: str = "40KB") -> Path:
-    """Let transformers write a folder of weights nobody else has."""
+    """Write a folder of weights with transformers that nobody else has."""
     torch.manual_seed(29)
     model: Any = hugging_face.make(name)
     model.to(dtype).save_pretrained(folder, max_shard_size=size)

@@ -19,7 +19,7 @@ STRATEGIES = ("ddp", "fsdp")
 
 
 def find_from(strategy_name: str, folders: list[Path]) -> tuple[Path | None, Path | None]:
-    """Look for a run under one name, each rank where it sees another folder by it."""
+    """Find a run under one name, each rank where it sees another folder by it."""
     with get_strategy(strategy_name) as strategy:
         before = Path.cwd()
         os.chdir(folders[strategy.global_rank])

@@ -29,7 +29,7 @@ for name in ("ddp", "fsdp", "fsdp", "ddp"):
 
 
 def side_by_side() -> list[int]:
-    """Two strategies at once, then a third after both."""
+    """Run two strategies at once, then a third after both."""
     sums = []
     with get_strategy("ddp") as first, get_strategy("fsdp") as second:
         sums += [int(strategy.all_reduce(1, reduce_op="sum")) for strategy in (first, second)]

@@ -25,7 +25,7 @@ def listed(environment: Environment, folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def installed(tmp_path) -> tuple[Environment, Path]:
-    """Make a backend outside the repository and install its wheel beside core."""
+    """Build a backend outside the repository and install its wheel beside core."""
     project = PACKAGE["make"]("mirror", tmp_path / "outside")
     environment = Environment(tmp_path / "environment")
     environment.install(build_wheel(project, tmp_path / "wheels"))

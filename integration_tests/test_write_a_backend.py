@@ -34,7 +34,7 @@ class Step:
 
 
 def steps() -> list[Step]:
-    """Go through the page; the kit as a whole is test_template.py's business."""
+    """Parse the steps of the page; the kit as a whole is test_template.py's business."""
     found, engine, command = [], "", None
     for block in PAGE.blocks("python", "diff", "console", "text"):
         if block.language == "python" and block.file == ENGINE:
@@ -67,7 +67,7 @@ def missing(quoted: str, said: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Environment, Path]:
-    """Do as the page's first command says, outside of this repository, and install what comes of it."""
+    """Run the page's first command outside of this repository, and install what comes of it."""
     home = tmp_path_factory.mktemp("tutorial")
     project = runpy.run_path(str(ROOT / "packages" / "new_backend.py"))["make"]("mirror", home)
     environment = Environment(home / "environment")

@@ -98,7 +98,7 @@ def measured(results: Measured, name: str) -> Iterator[None]:
 
 
 def resharded(model: nn.Module) -> nn.Module:
-    """A module of the same names whose matrices are cut along their other dim."""
+    """Build a module of the same names whose matrices are sharded along their other dim."""
     other = nn.Module()
     for name, parameter in model.named_parameters():
         whole = torch.zeros(parameter.shape)

@@ -28,7 +28,7 @@ TENSORS, READERS, ATTEMPT = 640, 1000, "0123456789ab"
 
 
 def tensors(ranks: int) -> list[TensorRecord]:
-    """Weights and two moments of some 8 billion parameters, each split over all ranks along its first dim."""
+    """List weights and two moments of some 8 billion parameters, each split over all ranks along its first dim."""
     shapes = [(2 * ranks, 128), (ranks, 256), (4 * ranks, 64), (ranks,)]
     return [TensorRecord(key=f"optim.{n:03d}", dtype="F32", shape=shapes[n % 4]) for n in range(TENSORS)]
 

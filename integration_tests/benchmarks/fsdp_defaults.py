@@ -32,7 +32,7 @@ def built(size: tuple[int, int]) -> GPT:
 
 
 def race(loops: dict[Any, Any], data: list[Batch], rounds: int) -> dict[Any, tuple[list[float], float]]:
-    """Let loops take turns; return each one's milliseconds per step by round, and its last loss."""
+    """Run loops in turns; return each one's milliseconds per step by round, and its last loss."""
     results: dict[Any, tuple[list[float], float]] = {name: ([], 0.0) for name in loops}
     for number in range(rounds):
         for name in list(loops)[:: 1 if number % 2 == 0 else -1]:
@@ -42,7 +42,7 @@ def race(loops: dict[Any, Any], data: list[Batch], rounds: int) -> dict[Any, tup
 
 
 def best_by_hand(size: tuple[int, int], data: list[Batch], rounds: int) -> list[Settings]:
-    """Search: the slower half drops out, again and again, while the rest run for longer."""
+    """Search by halving: the slower half drops out, again and again, while the rest run for longer."""
     loops = {settings: Tuned(built(size), settings) for settings in candidates()}
     for loop in loops.values():
         timed(loop, data[:2])

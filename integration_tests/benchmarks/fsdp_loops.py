@@ -29,7 +29,7 @@ class Settings:
     prefetch: int = 0
 
     def __str__(self) -> str:
-        """Say it in a cell of a table."""
+        """Format the settings for a cell of a table."""
         unit = {None: "root", 1: "per block", 2: "pairs"}[self.unit]
         words = [unit, "" if self.reshard else "no reshard", "fused" if self.fused else ""]
         return ", ".join([*filter(None, words), *([f"prefetch {self.prefetch}"] if self.prefetch else [])])

@@ -25,7 +25,7 @@ def make(model: str) -> nn.Module:
 
 
 def make_optimizer(optimizer: str, module: nn.Module) -> torch.optim.Optimizer:
-    """As people make it: what is no matrix does not decay, and learns at a rate of its own."""
+    """Build it as people do: what is no matrix does not decay, and learns at a rate of its own."""
     groups = [
         {"params": [p for p in module.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in module.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 2e-3},

@@ -96,7 +96,7 @@ def judge(
 
 
 def broken(found: Mapping[str, Distance | str]) -> list[str]:
-    """Name the figures beyond their bounds; what is not a number is beyond any."""
+    """List the figures beyond their bounds; what is not a number is beyond any."""
     return [
         f"{model}: {field} {figure:.1e}, allowed {bound:.0e}"
         for model, apart in found.items()
@@ -112,13 +112,13 @@ def row(name: str, place: Place, found: Mapping[str, Distance | str]) -> list[st
 
 
 def versions() -> str:
-    """Tell what the figures were made with."""
+    """Return the versions that the figures were made with."""
     there = {each.metadata["Name"].replace("-", "_"): each.version for each in importlib.metadata.distributions()}
     return ", ".join([f"Python {platform.python_version()}", *(f"{n} {there[n]}" for n in LIBRARIES if n in there)])
 
 
 def merged(page: str, rows: Sequence[Sequence[str]]) -> str:
-    """Put rows into the page's one table, in the place of those of the same strategy and ranks."""
+    """Merge rows into the page's one table, in the place of those of the same strategy and ranks."""
     lines = page.splitlines()
     found = [number for number, line in enumerate(lines) if line.startswith("|")]
     if not found or _cells(lines[found[0]]) != list(HEADER):

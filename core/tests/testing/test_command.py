@@ -56,7 +56,7 @@ def kit(*arguments, folder=None, **variables):
 
 @pytest.fixture
 def doubtful(site):
-    """Give the environment in which a strategy is installed that doubles gradients and declares one ability less."""
+    """Build an environment with a strategy that doubles gradients and declares one capability less."""
     site.install(
         "shard-doubtful",
         requires=("shard-core>=1,<2",),

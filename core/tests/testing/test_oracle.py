@@ -23,7 +23,7 @@ def _oracle(name, optimizer, **options):
 
 
 def _by_hand(name, optimizer_name, accumulate, clip, divide):
-    """Data parallelism with nothing but all-reduce, so that the bounds are measured against a right run."""
+    """Train data parallel with nothing but all-reduce, so that the bounds are measured against a right run."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = models.make(name)

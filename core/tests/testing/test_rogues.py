@@ -176,14 +176,14 @@ def _when(rogue: str) -> tuple[pytest.MarkDecorator, ...]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Give what became of each promise under the rogues that are asked for, all judged in one session."""
+    """Return what became of each promise under the rogues that are asked for, all judged in one session."""
     asked = [item.callspec.params["rogue"] for item in request.session.items if _asks(item, "outcomes")]
     return judge(tmp_path_factory.mktemp("rogues"), {name: _short_trial(name) for name in asked}, _SECONDS)
 
 
 @pytest.fixture(scope="module")
 def long_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Give what became of every promise under every rogue."""
+    """Return what became of every promise under every rogue."""
     trials = {name: _long_trial(name) for name in ROGUES}
     trials["honest"] = Trial(suites=("",), world_sizes=(1, 2, 3))
     return judge(tmp_path_factory.mktemp("rogues"), trials, _LONG_SECONDS)

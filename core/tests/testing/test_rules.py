@@ -73,7 +73,7 @@ def strategies(site):
 
 @pytest.fixture
 def judge(pytester):
-    """Give a callable that runs a test file of an author's and returns what pytest said of it."""
+    """Return a callable that runs a test file of an author's and returns what pytest printed."""
 
     def run(text, *arguments):
         pytester.makepyfile(

@@ -13,7 +13,7 @@ _STEPS, _BATCH = 6, 12
 
 
 def make_optimizer(module: Any) -> torch.optim.Optimizer:
-    """Put two groups together: matrices decay, the rest learns faster."""
+    """Build two groups: matrices decay, the rest learns faster."""
     return torch.optim.AdamW(models.param_groups(module), lr=0.01, betas=(0.8, 0.9))
 
 

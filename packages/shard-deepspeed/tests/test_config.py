@@ -115,7 +115,7 @@ def engine_of(options: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def read_back(options: dict[str, Any]) -> list[str]:
-    """Ask for each option's contrary, and see that the engine's part is found to do otherwise."""
+    """Set each option's contrary, and check that the engine's part is found to do otherwise."""
     with engine_of(options) as (strategy, engine, _):
         stage = options["stage"]
         found = []

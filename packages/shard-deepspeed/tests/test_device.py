@@ -33,7 +33,7 @@ def train_on(strategy: Strategy) -> tuple[set[str], dict[str, torch.Tensor]]:
 
 
 def train_on_numbered(stage: int) -> tuple[set[str], dict[str, torch.Tensor], set[str]]:
-    """Have DeepSpeed number its CPUs, as it does GPUs; torch takes any number of one."""
+    """Make DeepSpeed number its CPUs, as it does GPUs; torch takes any number of one."""
     from deepspeed.accelerator import cpu_accelerator, get_accelerator, set_accelerator
 
     asked: set[str] = set()

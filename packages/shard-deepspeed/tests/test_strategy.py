@@ -197,7 +197,7 @@ class Shampoo(torch.optim.Optimizer):
 
 
 def inverse_root(matrix: torch.Tensor) -> torch.Tensor:
-    """Give the inverse fourth root of a symmetric, positive matrix."""
+    """Compute the inverse fourth root of a symmetric, positive matrix."""
     values, vectors = torch.linalg.eigh(matrix)
     return (vectors * values.clamp(min=1e-12) ** -0.25) @ vectors.T
 

@@ -15,7 +15,7 @@ State = dict[str, torch.Tensor]
 
 
 def whole_state(strategy: Any, model: Any, optimizer: Any) -> State:
-    """Put weights and optimizer state together, flat by name, on rank 0."""
+    """Collect weights and optimizer state, flat by name, on rank 0."""
     slots = strategy.optimizer_state_dict(optimizer).get("state", {})
     return whole_weights(strategy, model) | {
         f"{name}.{slot}": torch.as_tensor(value).clone() for name, held in slots.items() for slot, value in held.items()

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 
 def touched(layout: str, touch: str) -> str:
-    """Reach for gradients between two micro-batches."""
+    """Touch gradients between two micro-batches."""
     _, name, options = LAYOUTS[layout]
     with get_strategy(name, **options) as strategy:
         model = models.make("plain")
@@ -59,7 +59,7 @@ def test_throwing_away_what_waits_is_refused(worlds: Any, layout: str, touch: st
 
 
 def left_out() -> dict[str, bool]:
-    """Tell which parameters have a gradient after two micro-batches, none of which uses a layer."""
+    """Return which parameters have a gradient after two micro-batches, none of which uses a layer."""
     with get_strategy("fsdp", unit_bytes=1) as strategy:
         model = models.make("unused")
         model, _ = strategy.setup_module_and_optimizers(model, [torch.optim.AdamW(model.parameters())])

@@ -52,7 +52,7 @@ def data(rank: int) -> torch.Tensor:
 
 
 def trained(options: dict[str, Any], order: list[str], mode: str | None) -> dict[str, torch.Tensor]:
-    """Take a step for each loss in turn; give the weights."""
+    """Take a step for each loss in turn; return the weights."""
     with get_strategy("fsdp", **options) as strategy:
         strategy.seed_everything(0)
         with strategy.module_init_context():

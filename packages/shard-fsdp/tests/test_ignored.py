@@ -35,7 +35,7 @@ CHOICES: list[tuple[dict[str, Any], set[str]]] = [
 
 
 def kept_whole(options: dict[str, Any]) -> tuple[set[str], dict[str, torch.Tensor], bool]:
-    """Tell which parameters are whole after setup, and their gradients after two micro-batches of this rank's own."""
+    """Return which parameters are whole after setup, and their gradients after two micro-batches of this rank's own."""
     with get_strategy("fsdp", unit_bytes=1, **options) as strategy:
         strategy.seed_everything(1)
         with strategy.module_init_context():

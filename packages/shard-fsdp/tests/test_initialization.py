@@ -59,7 +59,7 @@ def test_values_are_those_of_a_plain_build(worlds: Any, size: int, precision: st
 
 
 def eager_state() -> Any:
-    """Adagrad makes its state when it is built, here from parameters that have no values yet."""
+    """Build Adagrad, which makes its state at once, here from parameters that have no values yet."""
     with get_strategy("fsdp") as strategy:
         with strategy.module_init_context():
             model = models.make("uneven")
@@ -76,7 +76,7 @@ def test_optimizer_state_made_from_recorded_parameters_has_values(worlds: Any) -
 
 
 def high_water(build_inside: bool) -> float:
-    """How much the process grew at most while a module of 192 MiB was built and sharded, in MiB."""
+    """Measure how much the process grew at most while a module of 192 MiB was built and sharded, in MiB."""
 
     def memory(field: str) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()

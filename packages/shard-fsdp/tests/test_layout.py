@@ -52,7 +52,7 @@ def test_wrong_layouts_get_a_sentence(name: str, options: dict[str, Any], messag
 
 
 def laid_out(name: str, options: dict[str, Any]) -> Any:
-    """Tell the mesh, this rank's elements, and whether whole parameters are there between forward and backward."""
+    """Return the mesh, this rank's elements, and whether whole parameters are there between forward and backward."""
     with get_strategy(name, unit_bytes=1, **options) as strategy:
         model, _ = set_up(strategy, "gpt", "sgd")
         shape = dict(zip(strategy.device_mesh.mesh_dim_names, strategy.device_mesh.shape, strict=True))
@@ -244,7 +244,7 @@ class Early(nn.Module):
 
 
 def leaves_out(defer: str) -> str | bool:
-    """Leave a block out of the last micro-batch; tell what was said, or whether its gradient is there."""
+    """Leave a block out of the last micro-batch; return the error, or whether its gradient is there."""
     with get_strategy("hsdp", device_mesh=(2, 1), unit_bytes=1, defer_sync=defer) as strategy:
         model, _ = set_up(strategy, Early, "sgd")
         with strategy.no_backward_sync(model):
@@ -263,7 +263,7 @@ def test_no_gradient_is_left_behind(worlds: Any) -> None:
 
 
 def waits(timeout: float) -> float | str:
-    """Leave out one rank's gradients and tell how long the other rank of its copy waited for them."""
+    """Leave out one rank's gradients and measure how long the other rank of its copy waited for them."""
     with get_strategy("hsdp", device_mesh=(2, 2), timeout=timedelta(seconds=timeout)) as strategy:
         model, _ = set_up(strategy, "plain", "sgd")
         loss = model(*models.share_of(strategy, models.batches("plain", 1, 12)[0]))

@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def usual(module: nn.Module) -> None:
-    """What people write for FSDP1, the accelerator included."""
+    """Initialize as people write it for FSDP1, the accelerator included."""
     module.to_empty(device=torch.device("cuda"), recurse=False)
     module.reset_parameters()  # type: ignore[operator]
 
@@ -58,7 +58,7 @@ def on_meta() -> Net:
 
 
 def plain() -> dict[str, torch.Tensor]:
-    """Initialise in the order in which setup asks for it."""
+    """Initialize in the order in which setup asks for it."""
     torch.manual_seed(7)
     model = on_meta()
     model.to_empty(device="cpu")

@@ -39,7 +39,7 @@ KINDS = {"FSDP::all_gather": "gather", "FSDP::post_backward_reduce": "reduce"}
 
 
 def time_line(options: dict[str, Any]) -> tuple[list[str], list[str], float]:
-    """Tell what a forward and a backward did, in order."""
+    """Return what a forward and a backward did, in order."""
 
     def told(seen: profile) -> list[str]:
         lines = []

@@ -234,7 +234,7 @@ def test_what_is_wrapped_by_hand_is_a_unit(worlds: Any, make: str) -> None:
 
 
 def by_hand_under(name: str, make: str) -> dict[str, torch.Tensor]:
-    """Where the strategy does not wrap, the same program is a plain one."""
+    """Run the program under a strategy that does not wrap: it is a plain one."""
     with get_strategy(name, accelerator="cpu") as strategy:
         strategy.seed_everything(3)
         model = BUILDERS[make](strategy)

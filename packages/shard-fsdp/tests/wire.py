@@ -29,7 +29,7 @@ class Wire(TorchDispatchMode):
         self.reductions: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note and run an operator."""
+        """Record and run an operator."""
         del types
         if func.namespace == "c10d":
             self._note(func.__name__.partition(".")[0], *args)

@@ -118,7 +118,7 @@ def test_numbers_that_differ_inside_a_group_are_refused(worlds: Any) -> None:
 
 
 def groups_may_differ() -> list[float]:
-    """Two groups, each with a batch of its own, whatever kinds of tensors are in it."""
+    """Train two groups, each with a batch of its own, whatever kinds of tensors are in it."""
     with get_strategy("tp", tensor_parallel_size=2, plan=PAIR) as strategy:
         model = strategy.setup_module(Reader())
         data = strategy.distributed_sampler_kwargs["rank"]

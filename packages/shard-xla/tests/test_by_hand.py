@@ -49,7 +49,7 @@ def freeze_some(net: Net) -> list[nn.Parameter]:
 
 
 def several_backwards(story: Story) -> None:
-    """Two backwards through one forward, and two forwards whose backwards come in either order."""
+    """Run two backwards through one forward, and two forwards whose backwards come in either order."""
     loss = story.loss()
     story.backward(loss, retain_graph=True)
     story.backward(0.5 * loss)
@@ -73,7 +73,7 @@ def another_model_in_between(story: Story) -> None:
 
 
 def evaluation_and_weights_by_hand(story: Story) -> None:
-    """Look at a loss, with and without gradients, and change weights after it."""
+    """Compute a loss, with and without gradients, and change weights after it."""
     for look in (torch.no_grad, torch.enable_grad):
         story.train()
         with look():

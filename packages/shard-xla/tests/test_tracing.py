@@ -43,7 +43,7 @@ class AdamW:
 
 
 def train(name: str, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], set[Any], bool]:
-    """Give the weights, the settings that hooks on the step saw, and whether the step took lists."""
+    """Return the weights, the settings that hooks on the step saw, and whether the step took lists."""
     seen: set[Any] = set()
     with get_strategy(name, accelerator="xla") as strategy:
         model, optimizer = set_up(strategy, "plain", AdamW(settings))

@@ -64,7 +64,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
 
 def _packages() -> Iterator[Finding]:
-    """Name Shard's packages and hold what they require against what is installed."""
+    """List Shard's packages and compare what they require with what is installed."""
     for name in sorted({_CORE, *(each.distribution for each in plugins.installed())}):
         package = importlib.metadata.distribution(name)
         unmet = [sentence for line in package.requires or () if (sentence := _unmet(line))]
@@ -86,7 +86,7 @@ def _unmet(line: str) -> str | None:
 
 
 def _provenance() -> Finding:
-    """Tell whether the code that runs is that of the installed distribution.
+    """Check whether the code that runs is that of the installed distribution.
 
     The public index has a stranger's distribution of the same name with a package of the same name.
     """
@@ -104,7 +104,7 @@ def _provenance() -> Finding:
 
 
 def _editable(package: importlib.metadata.Distribution) -> list[Path]:
-    """Name the folder a distribution was installed from, if it runs from there (PEP 610)."""
+    """Return the folder a distribution was installed from, if it runs from there (PEP 610)."""
     origin = json.loads(package.read_text("direct_url.json") or "{}")
     if not origin.get("dir_info", {}).get("editable"):
         return []

@@ -17,7 +17,7 @@ class _Verbs(click.Group):
     """Loads verbs late, and turns errors raised on purpose into one sentence and an exit status."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Name the verbs."""
+        """List the verbs."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's

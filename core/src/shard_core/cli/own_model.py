@@ -44,7 +44,7 @@ class Unusable(click.ClickException):
 
 
 def takes_a_model(function: F) -> F:
-    """Give a command the arguments that say what is trained, by which strategy and where.
+    """Add the arguments that say what is trained, by which strategy and where, to a command.
 
     Args:
         function: To become a command.
@@ -84,7 +84,7 @@ def make_recipe(folder: str, said: Mapping[str, Any], **more: Any) -> Recipe:
 
 @contextlib.contextmanager
 def unusable(outcome: str) -> Iterator[None]:
-    """Turn whatever is raised inside into a sentence, with a traceback if it is not on purpose.
+    """Convert whatever is raised inside into a sentence, with a traceback if it is not on purpose.
 
     Args:
         outcome: What it comes to, such as "nothing could be compared".
@@ -102,7 +102,7 @@ def unusable(outcome: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def other_output_on_stderr(wanted: bool) -> Iterator[None]:
-    """Let what the user's script prints, on any rank, not stand among the JSON.
+    """Redirect what the user's script prints, on any rank, so that it does not stand among the JSON.
 
     Args:
         wanted: Whether JSON will be printed.

@@ -100,7 +100,7 @@ def _card(strategy: str, said: dict[str, Any], result: Result) -> dict[str, Any]
 
 
 def _row(row: Row) -> dict[str, Any]:
-    """Make a row JSON, which has no word for infinity."""
+    """Convert a row to JSON, which has no word for infinity."""
     fields = {**dataclasses.asdict(row), "same": row.same}
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()

@@ -92,7 +92,7 @@ def _print(card: Mapping[str, Any]) -> None:
 
 
 def _listing(title: str, entries: Mapping[str, str]) -> Group:
-    """Lay out names with a sentence under each."""
+    """Format names with a sentence under each."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text

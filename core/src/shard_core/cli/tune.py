@@ -105,7 +105,7 @@ def _card(said: Mapping[str, Any], result: Result) -> dict[str, Any]:
 
 
 def _row(row: Outcome) -> dict[str, Any]:
-    """Make a row JSON, which has no word for infinity."""
+    """Convert a row to JSON, which has no word for infinity."""
     fields = {**dataclasses.asdict(row), "is_faster": row.is_faster}
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()

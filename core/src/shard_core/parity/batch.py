@@ -13,7 +13,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def plain_batch(batch: Any) -> Any:
-    """Bring a batch to tensors in dicts, tuples and lists, and check that its tensors begin with the samples.
+    """Convert a batch to tensors in dicts, tuples and lists, and check that its tensors begin with the samples.
 
     Args:
         batch: A tensor, a tuple of arguments, or a mapping of keyword arguments.
@@ -55,7 +55,7 @@ def samples_in(batch: Any) -> int:
 
 
 def cut(batch: Any, part: int, parts: int) -> Any:
-    """Cut one of several equal parts out of a batch.
+    """Slice one of several equal parts out of a batch.
 
     Args:
         batch: What ``plain_batch`` returned.
@@ -73,7 +73,7 @@ def cut(batch: Any, part: int, parts: int) -> Any:
 
 
 def reversed_samples(batch: Any) -> Any:
-    """Put the samples of a batch into the opposite order."""
+    """Reverse the order of a batch's samples."""
     return _mapped(batch, lambda tensor: tensor.flip(0) if tensor.ndim else tensor)
 
 

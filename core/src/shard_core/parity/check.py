@@ -148,7 +148,7 @@ def _numbers(precision: str) -> plain.Numbers:
 
 
 def _alike(parts: plain.Run, whole: plain.Run, bound: float) -> bool:
-    """Tell whether a batch cut into parts has the loss and the gradient of the whole, as means over samples have."""
+    """Check whether a batch in parts has the loss and the gradient of the whole, as means over samples have."""
     losses = abs(parts.losses[0] - whole.losses[0]) <= bound * abs(whole.losses[0])
     same_names = parts.gradients.keys() == whole.gradients.keys()
     if not losses or not same_names:

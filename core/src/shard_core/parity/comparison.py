@@ -40,7 +40,7 @@ class Row:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs by more than is allowed."""
+        """Return whether nothing differs by more than is allowed."""
         return not self.differing
 
 

@@ -47,7 +47,7 @@ class Recipe:
     folder: str
 
     def prepare(self) -> torch.nn.Module:
-        """Make model and batch once, and put weights and batch where every run takes them from.
+        """Build model and batch once, and save weights and batch where every run loads them from.
 
         Returns:
             The model, in the mode it is trained in.
@@ -71,7 +71,7 @@ class Recipe:
         return model
 
     def model(self) -> torch.nn.Module:
-        """Make the model again, with the initial weights of the first time whatever it draws."""
+        """Build the model again, with the initial weights of the first time whatever it draws."""
         seed_everything(self.seed)
         model, _ = self._make()
         initial = torch.load(self._path("weights"), weights_only=True)
@@ -96,7 +96,7 @@ class Recipe:
         return batches.loss_of(call, batch, self.loss.load() if self.loss else None)
 
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Make the optimizer over a model's parameters."""
+        """Build the optimizer over a model's parameters."""
         if isinstance(self.optimizer, ScriptFunction):
             made = self.optimizer.load()(model)
             if not isinstance(made, torch.optim.Optimizer):

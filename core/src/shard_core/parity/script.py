@@ -67,7 +67,7 @@ class ScriptFunction:
 
 
 def is_script(filename: str) -> bool:
-    """Tell whether a file is one of the scripts that were loaded.
+    """Return whether a file is one of the scripts that were loaded.
 
     Args:
         filename: As it stands in tracebacks.
@@ -108,7 +108,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _line(error: BaseException, path: Path) -> str:
-    """Tell the script's own line that led to an error."""
+    """Return the script's own line that led to an error."""
     frames = error.__traceback__
     line = None
     while frames is not None:

@@ -64,7 +64,7 @@ class Verdict:
 def judge(
     rows: Sequence[Row], runs: Runs, in_parts: InParts | None, model: torch.nn.Module, tolerance: float
 ) -> Verdict:
-    """Say what differs and why.
+    """Report what differs and why.
 
     Args:
         rows: The strategy against plain PyTorch.
@@ -90,7 +90,7 @@ def judge(
 
 
 def _where(row: Row, model: torch.nn.Module) -> str:
-    """Name the first parameter that differs, under all its names."""
+    """Return the first parameter that differs, under all its names."""
     first = row.differing[0]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = [name for name, each in parameters.items() if each is parameters[first] and name != first]
@@ -124,7 +124,7 @@ def _not_a_mean(whole: Run, in_parts: InParts, model: torch.nn.Module, tolerance
 
 
 def _fault(rows: Mapping[str, Row], runs: Runs, tolerance: float) -> str:
-    """Say what in the strategy, or in how it was set up, would look like this."""
+    """Return what in the strategy, or in how it was set up, would look like this."""
     if "gradients" in rows and not rows["gradients"].same:
         return _gradient_fault(rows, runs, tolerance)
     if not rows["loss, step 1"].same:

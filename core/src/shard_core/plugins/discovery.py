@@ -40,7 +40,7 @@ class Offer:
 
     @property
     def owner(self) -> str:
-        """The distribution and its version, for messages."""
+        """Return the distribution and its version, for messages."""
         return f"{self.distribution} {self.version}"
 
 
@@ -85,7 +85,7 @@ def _offers(group: str, places: tuple[object, ...]) -> tuple[Offer, ...]:
 
 
 def _state(place: str) -> tuple[str, int, int]:
-    """Tell when something was installed into a place last: reading all metadata anew takes some 20 ms."""
+    """Return when something was installed into a place last: reading all metadata anew takes some 20 ms."""
     try:
         return place, os.stat(place or ".").st_mtime_ns, len(os.listdir(place or "."))
     except NotADirectoryError:  # an archive
@@ -95,7 +95,7 @@ def _state(place: str) -> tuple[str, int, int]:
 
 
 def check_requirement(offer: Offer) -> None:
-    """Hold a distribution's own requirement on ``shard-core`` against the one installed.
+    """Check a distribution's own requirement on ``shard-core`` against the one installed.
 
     pip checks it once, at installation; this one also sees what was changed afterwards, and sees it before
     anything is imported that could fail in stranger ways.

@@ -29,7 +29,7 @@ def shard_strategy(name: str) -> StrategyInfo | None:
 
 @hookspec(firstresult=True)
 def shard_unavailable(name: str) -> str | None:
-    """Say in one sentence why the strategy cannot run here, or return ``None`` if it can; optional.
+    """Return one sentence why the strategy cannot run here, or ``None`` if it can; optional.
 
     May look for a library or its version in installed metadata; imports and initialises nothing.
 

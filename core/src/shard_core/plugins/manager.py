@@ -45,7 +45,7 @@ class Installed:
 
     @property
     def summary(self) -> str:
-        """One line about what the strategy does; empty if the backend cannot say."""
+        """Return one line about what the strategy does; empty if the backend has none."""
         return self.info.summary if self.info else ""
 
 
@@ -107,7 +107,7 @@ command with shard-core.
         return _claimed_once(name, self._discover(STRATEGIES))
 
     def check_available(self, name: str) -> None:
-        """Ask the backend whether its strategy can run here.
+        """Check with the backend whether its strategy can run here.
 
         Raises:
             StrategyUnavailable: If not, with the backend's own sentence.

@@ -69,7 +69,7 @@ def load_module(name: str, distribution: str) -> ModuleType:
 
 
 def cause(error: Exception) -> str:
-    """Put an exception into half a sentence.
+    """Format an exception as half a sentence.
 
     Example:
         >>> cause(ValueError("two and two make five."))

@@ -47,7 +47,7 @@ class Assorted(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Give the mean squared error."""
+        """Compute the mean squared error."""
         self.calls += 1
         hidden = torch.tanh(self.first(inputs * self.scale + self.shift))
         hidden = self.fixed(torch.tanh(self.again(self.middle(hidden)))) * self.temperature

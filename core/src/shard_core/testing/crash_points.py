@@ -47,7 +47,7 @@ class CrashPoints:
         self.changes = 0
 
     def before(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Take note of an operation that is about to happen."""
+        """Record an operation that is about to happen."""
         self.changes += 1
         self.copy()
         opened = _opened(event, arguments, self._folder)
@@ -75,7 +75,7 @@ class CrashPoints:
 
 @contextmanager
 def crash_points(folder: Path, copies: Path) -> Iterator[CrashPoints]:
-    """Watch a folder while a block runs.
+    """Record the file operations on a folder while a block runs.
 
     Args:
         folder: What is watched; it must be there.
@@ -129,7 +129,7 @@ class _Ear:
         self._at_it = threading.Lock()
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Pass on what changes files."""
+        """Report the events that change files."""
         listener = self.listener
         if listener is None or not (event in _CHANGES or _opened(event, arguments, self.folder)):
             return
@@ -148,7 +148,7 @@ def _ear() -> _Ear:
 
 
 def _opened(event: str, arguments: tuple[Any, ...], folder: Path) -> Path | None:
-    """Give the file in a folder that is about to be opened to be written anew, if that is what an event says."""
+    """Return the file in a folder that is about to be opened to be written anew, if that is what an event is."""
     if event != "open" or not isinstance(arguments[0], str | bytes | os.PathLike):
         return None
     flags = arguments[2]

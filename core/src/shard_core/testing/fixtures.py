@@ -26,7 +26,7 @@ _SILENCERS = ("skip", "skipif", "xfail", "usefixtures")
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """Give a callable from a size to its world: ``worlds(2).run(function, *args)``."""
+    """Return a callable from a size to its world: ``worlds(2).run(function, *args)``."""
     session = Worlds()
     yield session
     session.close()
@@ -34,7 +34,7 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.fixture(scope="session")
 def early_scripts() -> Iterator[EarlyScripts]:
-    """Give the scripts that run beside what is judged; those that nobody waits for end with the session."""
+    """Yield the scripts that run beside what is judged; those that nobody waits for end with the session."""
     session = EarlyScripts()
     yield session
     session.close()
@@ -42,12 +42,12 @@ def early_scripts() -> Iterator[EarlyScripts]:
 
 @pytest.fixture
 def chosen(request: pytest.FixtureRequest) -> Chosen:
-    """Tell what of this conformance class will be judged."""
+    """Return what of this conformance class will be judged."""
     return request.config.stash[_CHOSEN][request.cls]
 
 
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    """Hold authors to the rules, and expect the failures they gave reasons for."""
+    """Check that authors keep the rules, and expect the failures they gave reasons for."""
     session.stash[_BROKEN] = {}
     for item in items:
         promise = promise_of(getattr(item, "obj", None))
@@ -66,12 +66,12 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note what will be judged, after everybody has left out what they wish."""
+    """Record what will be judged, after everybody has left out what they wish."""
     session.config.stash[_CHOSEN] = chosen_by_class(session.items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tell how much of the kit was chosen: what was left out somewhere is not seen otherwise."""
+    """Report how much of the kit was selected: what was left out somewhere is not seen otherwise."""
     for cls, chosen in config.stash.get(_CHOSEN, {}).items():
         sizes = " and ".join(map(str, cls.world_sizes))
         terminalreporter.write_line(
@@ -81,7 +81,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave unjudged what stands on a broken promise: its failure would tell nothing new."""
+    """Skip what stands on a broken promise: its failure would be no news."""
     promise = promise_of(getattr(item, "obj", None))
     if promise is None:
         return
@@ -95,7 +95,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remember broken promises, and tell what was promised beside what went wrong."""
+    """Record broken promises, and add what was promised to the report of what went wrong."""
     report = yield
     promise = promise_of(getattr(item, "obj", None))
     if promise is not None and report.skipped and _is_silenced(item, promise):
@@ -108,7 +108,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _is_silenced(item: pytest.Item, promise: Promise) -> bool:
-    """Tell whether somebody else's fixture or hook has skipped a promise."""
+    """Return whether somebody else's fixture or hook has skipped a promise."""
     return not item.stash.get(_UNJUDGED, False) and promise.name not in _author(item).known_failures
 
 

@@ -66,7 +66,7 @@ def batches(name: str, steps: int, global_batch: int, seed: int = 0) -> list[tup
 
 
 def share(batch: tuple[Any, ...], rank: int, world_size: int) -> tuple[Any, ...]:
-    """Cut one rank's equal part out of a global batch.
+    """Slice one rank's equal part out of a global batch.
 
     Args:
         batch: Tensors whose first dimension is the samples, a multiple of ``world_size``.
@@ -85,7 +85,7 @@ def share(batch: tuple[Any, ...], rank: int, world_size: int) -> tuple[Any, ...]
 
 
 def share_of(strategy: Strategy, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cut the part that a strategy's data rank trains on out of a global batch, on its device.
+    """Slice the part that a strategy's data rank trains on out of a global batch, on its device.
 
     Args:
         strategy: Started; ranks that see the same data get the same part.

@@ -126,7 +126,7 @@ def assert_same(
     weights: float = 1e-5,
     elementwise: bool = False,
 ) -> None:
-    """Hold a run against the oracle's; the message names the first thing that differs and by how much.
+    """Compare a run with the oracle's; the message names the first thing that differs and by how much.
 
     Args:
         actual: The run to judge.
@@ -146,7 +146,7 @@ def assert_same(
 
 
 def assert_same_numbers(what: str, actual: Sequence[float], expected: Sequence[float], bound: float) -> None:
-    """Hold one number per step against the oracle's.
+    """Compare one number per step with the oracle's.
 
     Args:
         what: What the numbers are, for the message.
@@ -182,7 +182,7 @@ def assert_same_weights(
     *,
     elementwise: bool = False,
 ) -> None:
-    """Hold final weights against the oracle's; a bound of 0 asks for equal bits, as do integers always.
+    """Compare final weights with the oracle's; a bound of 0 asks for equal bits, as do integers always.
 
     Args:
         actual: The weights to judge, by name.

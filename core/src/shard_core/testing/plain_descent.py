@@ -39,7 +39,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_step(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Step, and tell the gradients that were stepped with.
+    """Step, and return the gradients that were stepped with.
 
     Args:
         strategy: What set the two up.
@@ -57,7 +57,7 @@ def take_step(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def is_last_data_rank(strategy: Strategy) -> bool:
-    """Tell whether this rank sees the last part of the data.
+    """Return whether this rank sees the last part of the data.
 
     Args:
         strategy: Started.
@@ -80,7 +80,7 @@ class Fragile(nn.Module):
         self.gain = nn.Parameter(torch.ones(1))
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor, spoil: float = 0.0) -> torch.Tensor:
-        """Give the mean squared error; ``spoil`` is added to the gradient of ``gain``."""
+        """Compute the mean squared error; ``spoil`` is added to the gradient of ``gain``."""
         predicted = self.second(torch.tanh(self.first(inputs))) * self.gain
         loss = functional.mse_loss(predicted, targets)
         return loss + spoil * self.gain.sum()

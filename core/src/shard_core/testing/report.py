@@ -53,7 +53,7 @@ class Verdict:
 
     @property
     def name(self) -> str:
-        """The promise's noun and name, such as ``training.averages_gradients``."""
+        """Return the promise's noun and name, such as ``training.averages_gradients``."""
         return f"{self.promise.noun}.{self.promise.name}"
 
 
@@ -79,7 +79,7 @@ class Reporter:
 
     @property
     def errors(self) -> list[str]:
-        """Why the tests could not be made; empty if they could."""
+        """Return why the tests could not be made; empty if they could."""
         return self._errors
 
     def verdicts(self) -> list[Verdict]:
@@ -92,7 +92,7 @@ class Reporter:
         ]
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out the promises nobody asked for."""
+        """Deselect the promises nobody asked for."""
         kept: list[pytest.Item] = []
         left: list[pytest.Item] = []
         for item in items:
@@ -103,19 +103,19 @@ class Reporter:
         config.hook.pytest_deselected(items=left)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note which cases there will be."""
+        """Record which cases there will be."""
         for item in session.items:
             promise = promise_of(getattr(item, "obj", None))
             assert promise is not None
             self._promises[item.nodeid] = promise
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note why the tests themselves could not be made."""
+        """Record why the tests themselves could not be made."""
         if report.failed:
             self._errors.append(report.longreprtext)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Tell what comes next."""
+        """Report what comes next."""
         self._on_case(self._promises[nodeid].name, self._done, len(self._promises))
 
     def pytest_runtest_logfinish(self) -> None:
@@ -126,7 +126,7 @@ class Reporter:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Note how a case went, with the reason while the exception is at hand."""
+        """Record how a case went, with the reason while the exception is at hand."""
         report = yield
         if report.when == "call" or not report.passed:
             error = call.excinfo.value if call.excinfo else None
@@ -150,7 +150,7 @@ class _Outcome:
 
 
 def reason_of(error: BaseException) -> str:
-    """Put an exception into one line: of ranks that failed, what the first of them raised.
+    """Format an exception as one line: of ranks that failed, what the first of them raised.
 
     Args:
         error: What a test ended with.
@@ -191,7 +191,7 @@ def _first_rank(report: str) -> str:
 
 
 def _place(part: str) -> str:
-    """Tell of a rank that hangs which call of its own it is in, innermost of those that are no library's."""
+    """Return which call of its own a hanging rank is in, innermost of those that are no library's."""
     head, *stack = part.splitlines()
     frames = [match for match in map(_FRAME.search, stack) if match]
     own = [match for match in frames if "/torch/" not in match["file"] and "/threading.py" not in match["file"]]

@@ -65,7 +65,7 @@ class Promise:
 def promise(
     *, needs: Capability | None = None, after: tuple[str, ...] = (), every_size: bool = True
 ) -> Callable[[TestFunction], TestFunction]:
-    """Make a suite's test a promise; its docstring is the sentence, then a section ``Usual cause:``.
+    """Mark a suite's test as a promise; its docstring is the sentence, then a section ``Usual cause:``.
 
     Args:
         needs: The capability it belongs to.

@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return self._world.size
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:

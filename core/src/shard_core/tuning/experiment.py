@@ -43,7 +43,7 @@ class Experiment:
 
     @property
     def ledger(self) -> Ledger:
-        """Where the ranks write down what they have measured."""
+        """Return the file in which the ranks record what they have measured."""
         return Ledger(Path(self.recipe.folder, "ledger.jsonl"))
 
     def make_strategy(self, setting: Setting = DEFAULTS) -> Strategy:

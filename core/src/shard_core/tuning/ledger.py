@@ -35,15 +35,15 @@ class Ledger:
         self._path = path
 
     def begin(self, trial: int) -> None:
-        """Note that a trial begins."""
+        """Record that a trial begins."""
         self._write({"begin": trial})
 
     def end(self, trial: int, measured: Measured) -> None:
-        """Note what a trial came to."""
+        """Record what a trial came to."""
         self._write({"end": trial, **dataclasses.asdict(measured)})
 
     def under_way(self) -> int | None:
-        """Tell which trial has begun and not ended."""
+        """Return which trial has begun and not ended."""
         begun: int | None = None
         for line in self._lines():
             begun = line.get("begin")

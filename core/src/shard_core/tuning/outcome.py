@@ -30,12 +30,12 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """The setting's time per step as a part of the defaults'."""
+        """Return the setting's time per step as a fraction of the defaults'."""
         return statistics.median(self.tried.seconds) / statistics.median(self.defaults.seconds)
 
     @property
     def loss_difference(self) -> float:
-        """By how much a loss differs at most, relative to the defaults' own."""
+        """Return by how much a loss differs at most, relative to the defaults' own."""
         pairs = zip(self.tried.losses, self.defaults.losses, strict=True)
         return max(map(_difference, *zip(*pairs, strict=True)))
 
@@ -66,12 +66,12 @@ class Outcome:
 
     @property
     def is_faster(self) -> bool:
-        """Whether it trains as the defaults do, in less time by more than chance and by what is worth an option."""
+        """Return whether it trains as the defaults do, and is faster by more than chance and by what is worth an option."""
         return self.same_loss and 1 - self.ratio > max(WORTH, self.noise)
 
     @property
     def is_even(self) -> bool:
-        """Whether it trains as the defaults do, in a time that cannot be told from theirs."""
+        """Return whether it trains as the defaults do, in a time that cannot be distinguished from theirs."""
         return self.same_loss and abs(1 - self.ratio) <= max(WORTH, self.noise)
 
 

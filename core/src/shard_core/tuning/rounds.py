@@ -35,12 +35,12 @@ class Rounds:
 
     @property
     def planned(self) -> int:
-        """How many trials there are, as far as is known now."""
+        """Return how many trials there are, as far as is known now."""
         return sum(self._problem(trial.setting) is None for round_ in self._rounds for trial in round_)
 
     @property
     def done(self) -> int:
-        """How many of them have ended."""
+        """Return how many of them have ended."""
         return len(self._experiment.ledger.measured())
 
     def measure(self, settings: Sequence[Setting]) -> None:
@@ -106,7 +106,7 @@ def _of(setting: Setting, trials: Sequence[Trial], measured: dict[int, Measured]
 
 
 def _sentence(error: Exception) -> str:
-    """Say what went wrong, without the traceback that may follow."""
+    """Format what went wrong, without the traceback that may follow."""
     if isinstance(error, RankFailed) and error.sentence:
         return error.sentence
     said = str(error).partition("\n")[0]

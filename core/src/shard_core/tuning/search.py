@@ -69,7 +69,7 @@ def search(experiment: Experiment, rounds: Rounds, module: torch.nn.Module) -> R
 def _new(
     proposed: Sequence[Setting], tried: Sequence[Setting], *, config: Any, chosen: Mapping[str, Any]
 ) -> Iterator[Setting]:
-    """Leave out what the user has decided, what is so already, and what was tried."""
+    """Filter out what the user has decided, what is so already, and what was tried."""
     found = [*tried]
     for setting in proposed:
         changed = {name: value for name, value in setting.items() if getattr(config, name, _UNKNOWN) != value}
@@ -79,7 +79,7 @@ def _new(
 
 
 def _next(proposals: Generator[Sequence[Setting], Setting, None], best: Setting) -> Sequence[Setting] | None:
-    """Tell whoever proposes the best setting so far, and take what is to be tried next."""
+    """Send the best setting so far to whoever proposes, and return what is to be tried next."""
     try:
         return proposals.send(best)
     except StopIteration:

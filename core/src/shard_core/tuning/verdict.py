@@ -17,7 +17,7 @@ _BUSY = 0.1
 
 
 def verdict(result: Result, base: str) -> str:
-    """Say which setting to take.
+    """Report which setting to take.
 
     Args:
         result: Of a search that found something to try.
@@ -56,7 +56,7 @@ def spelled(options: Setting) -> str:
 
 
 def _memory(row: Outcome, defaults: Outcome) -> str:
-    """Say how much memory a setting takes, if that is another amount and known."""
+    """Format how much memory a setting takes, if that is another amount and known."""
     if row.peak_bytes is None or defaults.peak_bytes is None:
         return ""
     times = row.peak_bytes / defaults.peak_bytes

@@ -32,7 +32,7 @@ class Trial:
 
 
 def judge(folder: Path, trials: Mapping[str, Trial], seconds: float) -> dict[str, dict[str, str]]:
-    """Hold rogues to the kit in one session of pytest.
+    """Run the kit on rogues in one session of pytest.
 
     Args:
         folder: Where to write.

@@ -43,7 +43,7 @@ class Rogue:
 
 
 def _call_with(inner: DDPStrategy, kind: type[Rogue], function: Callable[..., Any], *args: Any) -> Any:
-    """Put the coat on again on the rank, where only the strategy inside has arrived."""
+    """Wrap the strategy again on the rank, where only the one inside has arrived."""
     rogue = kind.__new__(kind)
     rogue.__dict__["inner"] = inner
     return rogue.call(function, *args)

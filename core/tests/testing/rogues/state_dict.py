@@ -49,7 +49,7 @@ def _optimizers(state: dict[str, Any]) -> list[torch.optim.Optimizer]:
 
 @contextlib.contextmanager
 def _first_moment_seen(seen: dict[int, torch.Tensor], optimizer: Any) -> Iterator[None]:
-    """Put back, for a while, what the first parameter's second moment was when this was first asked."""
+    """Restore, for a while, what the first parameter's second moment was when this was first asked."""
     slots = optimizer.state.get(parameters(optimizer)[0], {})
     moment = slots.get("exp_avg_sq")
     if moment is not None:

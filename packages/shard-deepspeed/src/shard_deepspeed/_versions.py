@@ -64,7 +64,7 @@ def import_deepspeed(device_type: str) -> Any:
 
 @contextlib.contextmanager
 def no_compiler(deepspeed: Any) -> Iterator[None]:
-    """Let no operation pass for one that can be built, and do not even try which can: that compiles as well."""
+    """Mark every operation as one that cannot be built, without trying which can: that compiles as well."""
     names = vars(deepspeed.ops)
     known = names.get("__compatible_ops__")
     names["__compatible_ops__"] = {}
@@ -151,7 +151,7 @@ def quiet(level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_dimension(parameters: Iterable[Any]) -> Iterator[None]:
-    """Give parameters without a dimension one while an engine is made: DeepSpeed cannot send others."""
+    """Add a dimension to parameters without one while an engine is made: DeepSpeed cannot send others."""
     scalars = [parameter for parameter in parameters if parameter.dim() == 0]
     for parameter in scalars:
         parameter.data = parameter.data.reshape(1)
@@ -164,7 +164,7 @@ def one_dimension(parameters: Iterable[Any]) -> Iterator[None]:
 
 
 def forget_dead_groups() -> None:
-    """Drop process groups that DeepSpeed keeps of a world that is gone."""
+    """Remove process groups that DeepSpeed keeps of a world that is gone."""
     from deepspeed.utils import groups
 
     kept = groups._WORLD_GROUP
@@ -207,7 +207,7 @@ def acting_settings(engine: Any) -> dict[str, Any]:
 
 
 def stepped_and_own(zero: Any, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give the flat tensors that are stepped on this rank and those of the module's own values, pair by pair."""
+    """Return the flat tensors that are stepped on this rank and those of the module's own values, pair by pair."""
     if hasattr(zero, "fp16_partitioned_groups_flat"):
         return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
     own = [partitions[rank] for partitions in zero.parallel_partitioned_bit16_groups]
@@ -215,14 +215,14 @@ def stepped_and_own(zero: Any, rank: int) -> list[tuple[torch.Tensor, torch.Tens
 
 
 def step_float32_in_place(zero: Any, rank: int) -> None:
-    """Let what is stepped be the module's own values, where these are in float32, and no copy of them."""
+    """Step the module's own values, where these are in float32, and no copy of them."""
     for stepped, own in stepped_and_own(zero, rank):
         if stepped.dtype == own.dtype:
             stepped.data = own.data
 
 
 def float32_run(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Give this rank's run of a parameter's float32 copy at stages 1 and 2, and where it begins."""
+    """Return this rank's run of a parameter's float32 copy at stages 1 and 2, and where it begins."""
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return torch.empty(0, device=parameter.device), 0
@@ -234,7 +234,7 @@ def float32_run(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def take_averaged_gradients(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take what a backward has left on this rank at stages 1 and 2: parameters and the gradients of their runs."""
+    """Pop what a backward has left on this rank at stages 1 and 2: parameters and the gradients of their runs."""
     parts = zero.averaged_gradients.pop(0)
     return list(zip(zero.params_in_partition[0], parts, strict=False))  # padding comes last
 
@@ -245,12 +245,12 @@ def reduce_late(zero: Any, parameter: torch.Tensor) -> None:
 
 
 def publish_runs(zero: Any) -> None:
-    """Bring the float32 copies' values to all ranks' parameters at stages 1 and 2."""
+    """Copy the float32 copies' values to all ranks' parameters at stages 1 and 2."""
     zero.update_lp_params()
 
 
 def float32_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """Give this rank's shard of a parameter's float32 copy at stage 3, with its padding."""
+    """Return this rank's shard of a parameter's float32 copy at stage 3, with its padding."""
     from deepspeed.utils import safe_get_local_fp32_param
 
     shard: torch.Tensor = safe_get_local_fp32_param(parameter)
@@ -258,7 +258,7 @@ def float32_shard(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """Give the memory in which gradients of a parameter's shard add up at stage 3, with its padding."""
+    """Return the memory in which gradients of a parameter's shard add up at stage 3, with its padding."""
     from deepspeed.utils import safe_get_local_grad
 
     shard: torch.Tensor = safe_get_local_grad(parameter)
@@ -266,35 +266,35 @@ def gradient_shard(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def shard_of(parameter: Any) -> torch.Tensor | None:
-    """Give the tensor that holds this rank's shard of a parameter itself at stage 3; None if it is not sharded."""
+    """Return the tensor that holds this rank's shard of a parameter itself at stage 3; None if it is not sharded."""
     shard: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
     return shard
 
 
 def stored_shard(parameter: Any) -> torch.Tensor | None:
-    """Give this rank's shard of a parameter itself at stage 3, with its padding; None if it is not sharded."""
+    """Return this rank's shard of a parameter itself at stage 3, with its padding; None if it is not sharded."""
     shard = shard_of(parameter)
     return None if shard is None else shard.data
 
 
 def is_away(parameter: Any) -> bool:
-    """Tell whether a parameter's values are spread over ranks just now, and nothing of them in the module."""
+    """Return whether a parameter's values are partitioned over ranks just now, with none of them in the module."""
     status = getattr(parameter, "ds_status", None)
     return status is not None and status.name != "AVAILABLE"
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Give the shape a sharded parameter has when it is whole."""
+    """Return the shape a sharded parameter has when it is whole."""
     return tuple(parameter.ds_shape)
 
 
 def add_up(zero: Any) -> None:
-    """Let gradients of shards add up at stage 3 rather than replace what is there."""
+    """Accumulate gradients of shards at stage 3 rather than replace what is there."""
     zero.micro_step_id = 1
 
 
 def publish_shards(zero: Any) -> None:
-    """Bring the shards' values to where parameters are whole between steps, at stage 3."""
+    """Copy the shards' values to where parameters are whole between steps, at stage 3."""
     zero.checkpoint_event_prologue()
     for number in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(number)
@@ -302,7 +302,7 @@ def publish_shards(zero: Any) -> None:
 
 
 def destroy(engine: Any) -> None:
-    """Take an engine off its module; DeepSpeed leaves two hooks, and a list that keeps the module alive."""
+    """Detach an engine from its module; DeepSpeed leaves two hooks, and a list that keeps the module alive."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     engine.destroy()

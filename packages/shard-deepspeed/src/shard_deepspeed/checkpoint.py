@@ -42,7 +42,7 @@ class ZeroState(TensorState):
         super().__init__(modules, optimizers, rank=rank, world_size=world_size, flat_part=part_of)
 
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
-        """Bring back the rest, and bring what was filled to where forwards read it."""
+        """Restore the rest, and copy what was filled to where forwards read it."""
         super().finish_load(optimizers)
         for zero in self._sharded:
             zero.publish()

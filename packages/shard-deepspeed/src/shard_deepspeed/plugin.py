@@ -86,7 +86,7 @@ def shard_strategy(name: str) -> StrategyInfo | None:
 
 @hookimpl
 def shard_unavailable(name: str) -> str | None:
-    """Say what of DeepSpeed is lacking, from metadata alone."""
+    """Return what of DeepSpeed is lacking, from metadata alone."""
     if name not in STRATEGIES:
         return None
     try:

@@ -44,7 +44,7 @@ class DeepSpeedStrategy(Strategy):
     _stepping: torch.optim.Optimizer | None = None
 
     def engine_collectives(self, name: str | None) -> Collectives:
-        """Talk through a process group."""
+        """Communicate through a process group."""
         if name not in (None, "process_group"):
             raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'process_group'.")
         self._check_precision()
@@ -62,7 +62,7 @@ class DeepSpeedStrategy(Strategy):
             )
 
     def engine_mesh(self) -> DeviceMesh | None:
-        """Need no mesh: every rank sees its own data."""
+        """Return no mesh: every rank sees its own data."""
         # Made on the rank it serves: what it holds cannot travel there with the strategy.
         self._zero = {}
         self._environment = contextlib.ExitStack()
@@ -76,7 +76,7 @@ class DeepSpeedStrategy(Strategy):
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
-        """Give the module's parameters to an engine, and optimizers this rank's parts of them."""
+        """Pass the module's parameters to an engine, and optimizers this rank's partitions of them."""
         if self.config.zero_stage == 3:
             _refuse_empty(module)
         module.to(self.root_device)
@@ -120,7 +120,7 @@ class DeepSpeedStrategy(Strategy):
     def engine_add_optimizer(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> None:
-        """Let the optimizer step this rank's parts of the module's parameters."""
+        """Point the optimizer at this rank's partitions of the module's parameters."""
         if module in self._zero:
             self._zero[module].repoint(optimizer, names)
             self._environment.callback(optimizer.register_step_pre_hook(self._check_step).remove)
@@ -128,7 +128,7 @@ class DeepSpeedStrategy(Strategy):
             names.repoint([optimizer], module)
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Let gradients add up locally."""
+        """Accumulate gradients locally."""
         return self._zero[module].deferred() if module in self._zero else contextlib.nullcontext()
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ class DeepSpeedStrategy(Strategy):
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Say what it means if autograd finds the shapes of parameters changed that stage 3 gathers and lets go."""
+        """Explain autograd's error about changed shapes of parameters that stage 3 gathers and releases."""
         try:
             yield
         except RuntimeError as error:
@@ -162,7 +162,7 @@ class DeepSpeedStrategy(Strategy):
             ) from error
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Give the gradients of this rank's parts."""
+        """Return the gradients of this rank's partitions."""
         return [gradient for zero in self._stepped_by(optimizer) for gradient in zero.gradients(optimizer)]
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
@@ -227,12 +227,12 @@ class DeepSpeedStrategy(Strategy):
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
-        """Name sizes of messages, what stays whole, and whether messages overlap backward."""
+        """Propose sizes of messages, what stays whole, and whether messages overlap backward."""
         overlaps = self.options.accelerator != "cpu" and torch.cuda.is_available()
         return worth_trying(self.config, module, world_size, overlaps=overlaps)
 
     def engine_teardown(self) -> None:
-        """Take the engines off the modules."""
+        """Detach the engines from the modules."""
         for zero in self._zero.values():
             zero.close()
         self._zero.clear()

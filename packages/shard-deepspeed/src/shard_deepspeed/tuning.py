@@ -17,7 +17,7 @@ _KEPT_WHOLE = (0, 10_000, 1_000_000)
 def worth_trying(
     config: DeepSpeedConfig, module: nn.Module, world_size: int, *, overlaps: bool
 ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
-    """Name sizes of messages, and at stage 3 what stays whole; then when they are sent.
+    """Propose sizes of messages, and at stage 3 what stays whole; then when they are sent.
 
     Args:
         config: What the user has chosen; the stage is kept.

@@ -16,5 +16,5 @@ __all__ = ["custom_policy_targets"]
 
 
 def custom_policy_targets(policy: CustomPolicy, module: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """Give the modules a policy chooses, with what each is to have of its own."""
+    """Return the modules a policy chooses, with what each is to have of its own."""
     return policy._run_policy(module, ignored_modules=set(), root_kwargs={})

@@ -34,7 +34,7 @@ def checked_offload(value: Any) -> bool | CPUOffloadPolicy:
 
 
 def offload_policy(value: object, device: torch.device) -> CPUOffloadPolicy | None:
-    """Spell the option as ``fully_shard`` wants it.
+    """Convert the option to what ``fully_shard`` takes.
 
     Args:
         value: The option ``cpu_offload``, checked.

@@ -30,11 +30,11 @@ class CastByEngine(MixedPrecision):
 
     @property
     def plain_forward(self) -> bool:
-        """True: the engine casts at the borders of its units."""
+        """Return True: the engine casts at the borders of its units."""
         return True
 
     def forward_context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """Give a context that does nothing."""
+        """Return a context that does nothing."""
         del device_type
         return contextlib.nullcontext()
 
@@ -82,7 +82,7 @@ _WITHOUT_COUNTERPART: Final = {
 
 
 def wire_policy(given: Any, row: PrecisionPolicy) -> MixedPrecisionPolicy:
-    """Spell in which dtypes parameters and gradients travel as ``fully_shard`` wants it.
+    """Convert the dtypes in which parameters and gradients travel to what ``fully_shard`` takes.
 
     Args:
         given: The option ``mixed_precision``, checked; None follows the table.

@@ -53,11 +53,11 @@ class FSDPStrategy(TorchEngine, Strategy):
     _by_hand: ManualUnits
 
     def engine_precision(self, precision: Precision) -> Precision:
-        """Let ``mixed_precision`` replace an argument ``precision`` that says nothing else."""
+        """Replace an argument ``precision`` that says nothing else by ``mixed_precision``."""
         return precision_of(self.config.mixed_precision, precision)
 
     def engine_collectives(self, name: str | None) -> Collectives:
-        """Talk through a process group."""
+        """Communicate through a process group."""
         if name not in (None, "process_group"):
             raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'process_group'.")
         return ProcessGroupCollectives(
@@ -82,7 +82,7 @@ class FSDPStrategy(TorchEngine, Strategy):
         return mesh
 
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Note what constructors do instead of doing it; setup replays it shard by shard."""
+        """Record what constructors do instead of doing it; setup replays it shard by shard."""
         return self._sharding.recording(empty_init)
 
     def engine_sharded_context(self) -> contextlib.AbstractContextManager[None]:
@@ -109,7 +109,7 @@ class FSDPStrategy(TorchEngine, Strategy):
         return module
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Leave to the last micro-batch what ``defer_sync`` says."""
+        """Defer to the last micro-batch what ``defer_sync`` says."""
         return self._sharding.deferred(module)
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
@@ -125,11 +125,11 @@ class FSDPStrategy(TorchEngine, Strategy):
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
-        """Name units, what becomes of them after forward, and when they are gathered."""
+        """Propose units, what becomes of them after forward, and when they are gathered."""
         return worth_trying(self.config, module, world_size)
 
     def engine_checkpoint_form(self) -> str | None:
-        """Say which form checkpoints have unless the user names one."""
+        """Return which form checkpoints have unless the user names one."""
         return str(self.config.state_dict_type)
 
     def engine_state(

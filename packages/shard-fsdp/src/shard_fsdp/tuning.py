@@ -19,7 +19,7 @@ _MANY_UNITS = 6
 def worth_trying(
     config: FSDPConfig, module: nn.Module, world_size: int
 ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
-    """Name units with and without resharding, then prefetching on the best of them.
+    """Propose units with and without resharding, then prefetching on the best of them.
 
     Args:
         config: What the user has chosen.

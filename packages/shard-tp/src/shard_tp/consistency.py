@@ -85,7 +85,7 @@ class Alike:
         return any(dist.get_process_group_ranks(group) == self._ranks for group in gradient.sharded_over)
 
     def _extremes(self, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the smallest and the largest of each number in the group, in one message."""
+        """Return the smallest and the largest of each number in the group, in one message."""
         both = self._collectives.all_reduce(torch.stack([-mine, mine]), self._group, "max")
         return -both[0], both[1]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def draw_apart(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let the ranks of a group draw different random numbers inside a module, and the same ones after it.
+    """Make the ranks of a group draw different random numbers inside a module, and the same ones after it.
 
     A number drawn from the generator that is alike on all ranks seeds each rank's own. So all that is drawn follows
     from the generator outside: a checkpoint of that resumes it, and activations that are computed again in backward

@@ -54,7 +54,7 @@ class TPStrategy(TorchEngine, Strategy):
     _trusted: weakref.WeakSet[torch.optim.Optimizer]
 
     def engine_collectives(self, name: str | None) -> Collectives:
-        """Talk through a process group."""
+        """Communicate through a process group."""
         if name not in (None, "process_group"):
             raise InvalidOption(f"strategy 'tp' has no collectives {name!r}; it has: 'process_group'.")
         self._check_ranks()
@@ -72,7 +72,7 @@ class TPStrategy(TorchEngine, Strategy):
             MeshShape(axes).fitted(devices * self.options.num_nodes)
 
     def engine_mesh(self) -> DeviceMesh:
-        """Arrange hosts along the data axis and the ranks of a host along the tensor axis, unless told otherwise."""
+        """Arrange hosts along the data axis and the ranks of a host along the tensor axis, unless options differ."""
         data, tensor = self.config.data_parallel_size, self.config.tensor_parallel_size
         if data == tensor == "auto":
             tensor = self.local_world_size
@@ -89,7 +89,7 @@ class TPStrategy(TorchEngine, Strategy):
         return mesh
 
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Note what constructors do instead of doing it; setup replays it shard by shard."""
+        """Record what constructors do instead of doing it; setup replays it shard by shard."""
         return self._sharding.recording(empty_init)
 
     def engine_setup(
@@ -104,7 +104,7 @@ class TPStrategy(TorchEngine, Strategy):
         return module
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Let gradients add up without a message between data-parallel ranks."""
+        """Accumulate gradients without a message between data-parallel ranks."""
         return self._sharding.deferred(module)
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
@@ -123,11 +123,11 @@ class TPStrategy(TorchEngine, Strategy):
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
-        """Name sizes of groups, and of units in them."""
+        """Propose sizes of groups, and of units in them."""
         return worth_trying(self.config, module, world_size)
 
     def engine_checkpoint_form(self) -> str | None:
-        """Say which form checkpoints have unless the user names one."""
+        """Return which form checkpoints have unless the user names one."""
         return "sharded" if self.config.save_distributed_checkpoint else "full"
 
     def engine_state(
@@ -145,7 +145,7 @@ class TPStrategy(TorchEngine, Strategy):
         return self.device_mesh[TENSOR_AXIS]
 
     def _split(self, module: torch.nn.Module) -> None:
-        """Lay a module out over the ranks of its group."""
+        """Distribute a module over the ranks of its group."""
         mesh, by_hand = self._tensor_mesh, self.config.parallelize_fn
         if by_hand is not None:
             split_by(lambda: _in_place(by_hand(module, mesh), module), module, mesh)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def worth_trying(
     config: TPConfig, module: nn.Module, world_size: int
 ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
-    """Name sizes of tensor-parallel groups, then how the rest is sharded over what they leave.
+    """Propose sizes of tensor-parallel groups, then how the rest is sharded over what they leave.
 
     Args:
         config: What the user has chosen.
@@ -40,7 +40,7 @@ def worth_trying(
 
 
 def _group(config: TPConfig, world_size: int) -> int:
-    """Tell how many ranks share a layer on one host."""
+    """Return how many ranks share a layer on one host."""
     if config.tensor_parallel_size != "auto":
         return config.tensor_parallel_size
     return world_size if config.data_parallel_size == "auto" else world_size // config.data_parallel_size

@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 
 def runtime_is_started() -> bool:
-    """Tell whether XLA's devices are in use in this process."""
+    """Return whether XLA's devices are in use in this process."""
     import torch_xla
 
     return bool(torch_xla._XLAC._xla_runtime_is_initialized())
 
 
 def take_over_collectives(unit: Any, *, all_gather: Any, all_reduce: Any, reduce_scatter: Any, coalesce: bool) -> None:
-    """Let a unit talk through other functions than XLA's own.
+    """Replace XLA's own functions through which a unit communicates.
 
     Args:
         unit: An ``XlaFullyShardedDataParallel``.
@@ -99,7 +99,7 @@ def whole_and_shards(unit: Any) -> Iterator[tuple[torch.Tensor, torch.nn.Paramet
 
 
 def prepare_backward(unit: Any) -> None:
-    """Let a unit gather and reduce in a backward through any forward, whatever came after that forward."""
+    """Prepare a unit to gather and reduce in a backward through any forward, whatever came after that forward."""
     import torch
 
     if not any(hasattr(whole, "_shard_bwd_hook") for whole in unit.full_params):
@@ -125,6 +125,6 @@ def hooks_of(tensor: torch.Tensor) -> int:
 
 
 def forget_whole_parameters(unit: Any) -> None:
-    """Let the next forward gather a unit's parameters anew."""
+    """Make the next forward gather a unit's parameters anew."""
     if any(whole._has_full_param for whole in unit.full_params):
         unit._free_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)

@@ -71,7 +71,7 @@ class DeviceState(NamedState):
         """
 
     def shape_of_slot(self, held: HeldSlot, place: Place) -> tuple[int, ...]:
-        """Tell the whole shape of optimizer state.
+        """Return the whole shape of optimizer state.
 
         Args:
             held: What the device holds of it.
@@ -91,14 +91,14 @@ class DeviceState(NamedState):
 
     @abc.abstractmethod
     def push(self) -> None:
-        """Bring all that was copied back to the devices, now that it was filled."""
+        """Copy everything back to the devices, now that it was filled."""
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Release what was copied."""
+        """Free what was copied."""
 
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
-        """Push what was filled, and bring scalars and hyper-parameters back."""
+        """Push what was filled, and restore scalars and hyper-parameters."""
         self.push()
         super().finish_load(optimizers)
 
@@ -135,7 +135,7 @@ class FlatState(DeviceState):
         return shards_of_range(key, shape, start, host.view(-1)[: stop - start])
 
     def shape_of_slot(self, held: HeldSlot, place: Place) -> tuple[int, ...]:
-        """Give the parameter's; state of another shape than this rank's range belongs nobody knows where.
+        """Return the parameter's; state of another shape than this rank's range belongs nobody knows where.
 
         Raises:
             CheckpointError: If it has another shape.
@@ -162,7 +162,7 @@ class FlatState(DeviceState):
         self.forget()
 
     def forget(self) -> None:
-        """Release the host's copies."""
+        """Free the host's copies."""
         self._copies.clear()
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ class SpreadState(DeviceState):
         return [TensorShard(key=key, shape=tuple(host.shape), offsets=(0,) * host.dim(), view=host)]
 
     def push(self) -> None:
-        """Bring every part back to its device."""
+        """Copy every part back to its device."""
         import torch_xla
 
         for spread, parts in self._parts:
@@ -225,13 +225,13 @@ class SpreadState(DeviceState):
         self.forget()
 
     def forget(self) -> None:
-        """Release the parts and the host's copies."""
+        """Free the parts and the host's copies."""
         self._parts.clear()
         self._copies.clear()
 
 
 def flat_part(value: torch.Tensor, shard: torch.Tensor, *, rank: int) -> torch.Tensor:
-    """Cut this rank's part out of a whole tensor, laid out like a shard.
+    """Slice this rank's part out of a whole tensor, laid out like a shard.
 
     Args:
         value: A whole tensor in host memory.

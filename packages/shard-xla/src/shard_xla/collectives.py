@@ -95,7 +95,7 @@ class ReduceScatter:
         self._waiting: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
 
     def __call__(self, gradient: torch.Tensor, done: Callable[[torch.Tensor], None]) -> None:
-        """Take a gradient whose first dim divides by the number of ranks.
+        """Reduce and scatter a gradient whose first dim divides by the number of ranks.
 
         Args:
             gradient: This rank's, whole.
@@ -122,7 +122,7 @@ class ReduceScatter:
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fetch tensors; the whole pending graph runs first, or each fetch would compile and run a piece of it again."""
+    """Copy tensors to the host; the whole pending graph runs first, or each copy would compile a piece of it again."""
     import torch_xla
 
     torch_xla.sync()

@@ -45,7 +45,7 @@ def shard_strategy(name: str) -> StrategyInfo | None:
 
 @hookimpl
 def shard_unavailable(name: str) -> str | None:
-    """Say what is wrong with torch_xla, whose import fails in a way nobody understands if torch is another."""
+    """Return what is wrong with torch_xla, whose import fails in a way nobody understands if torch is another."""
     if name not in (FSDP.name, SPMD.name):
         return None
     torch, torch_xla = _version("torch"), _version("torch_xla")

@@ -9,7 +9,7 @@ from shard_core.cli.checkpoint import compare, export, inspect, prune, verify
 
 @click.group(name="checkpoint")
 def command() -> None:
-    """Look after checkpoints."""
+    """Inspect, verify, compare, export and prune checkpoints."""
 
 
 for _verb in (compare, export, inspect, prune, verify):

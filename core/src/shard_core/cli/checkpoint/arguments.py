@@ -26,7 +26,7 @@ class Unusable(click.ClickException):
 
 @contextlib.contextmanager
 def naming_a_checkpoint() -> Iterator[None]:
-    """Turn errors about paths that name no checkpoint into one sentence and exit status 2."""
+    """Convert errors about paths that name no checkpoint into one sentence and exit status 2."""
     try:
         yield
     except (CheckpointNotFound, PermissionError) as error:

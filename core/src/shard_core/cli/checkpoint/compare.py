@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(context: click.Context, /, first: str, second: str, as_json: bool, **said: Any) -> None:
-    """Name every tensor, optimizer group and value in which the checkpoints FIRST and SECOND differ.
+    """List every tensor, optimizer group and value in which the checkpoints FIRST and SECOND differ.
 
     How they were written makes no difference: form, world size and strategy may be unlike. The exit status is 0 if they
     hold the same, 1 if they differ or one is damaged, 2 if either path is no checkpoint.

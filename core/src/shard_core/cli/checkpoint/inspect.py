@@ -149,7 +149,7 @@ def _listing(inspection: Inspection) -> Any:
 
 
 def _rows(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    """Give the lines of the card: a name, what it says, and how it looks."""
+    """Yield the lines of the card: a name, its text, and its style."""
     from shard_core.checkpoint.inspection.inspect import CHECKED, UNCHECKED
 
     information = dict(inspection.information)

@@ -81,7 +81,7 @@ class EarlyScripts:
         return self._started[script][1].result()
 
     def close(self) -> None:
-        """End the scripts that nobody has waited for."""
+        """Terminate the scripts that nobody has waited for."""
         for run, future in self._started.values():
             if not future.done():
                 run.end()

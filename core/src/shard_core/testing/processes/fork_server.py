@@ -51,11 +51,11 @@ class ForkServer:
 
     @property
     def lives(self) -> bool:
-        """Whether it can still fork."""
+        """Return whether it can still fork."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End it; what it has forked lives on."""
+        """Stop the server; what it has forked lives on."""
         self._messages.close()
         self._socket.close()
         self._process.terminate()  # whatever else this process has forked may hold the socket open
@@ -77,7 +77,7 @@ class ForkServer:
         return pid
 
     def exit_code(self, pid: int) -> int | None:
-        """Tell how a process that was forked has ended, or ``None`` while it lives.
+        """Return the exit code of a process that was forked, or ``None`` while it lives.
 
         Args:
             pid: Its process id; once its end was told, it must not be asked for again.
@@ -91,7 +91,7 @@ _SERVERS: dict[tuple[int, frozenset[tuple[str, str]]], ForkServer] = {}
 
 
 def fork_server(rank: int, environment: Mapping[str, str]) -> ForkServer:
-    """Give the server from which a rank of every world with some environment variables comes.
+    """Return the server that forks a rank of every world with some environment variables.
 
     Each rank has its own, so that ranks differ as processes started on their own do: in the order of a
     set of strings, say.
@@ -108,7 +108,7 @@ def fork_server(rank: int, environment: Mapping[str, str]) -> ForkServer:
 
 
 def serve(descriptor: int, live: Callable[[int], None]) -> None:
-    """Fork, and tell how what was forked has ended, until the parent goes away.
+    """Fork, and report how what was forked has ended, until the parent goes away.
 
     Args:
         descriptor: This end of the socket to the parent.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def ask_fresh_process(question: str, *arguments: str) -> Any:
-    """Let a process that has imported nothing yet run a function of this module.
+    """Run a function of this module in a process that has imported nothing yet.
 
     Args:
         question: ``"discover"`` or ``"construct"``.
@@ -43,7 +43,7 @@ def ask_fresh_process(question: str, *arguments: str) -> Any:
 
 
 def discover() -> None:
-    """Ask a backend what its strategy is and whether it can run, and print what that imported and its answer.
+    """Query a backend's strategy and whether it can run, and print the answer and what it imported.
 
     The strategy's name stands on the command line, then the distributions that are to look uninstalled.
     """
@@ -76,7 +76,7 @@ def construct() -> None:
 
 
 def _surroundings() -> dict[str, Any]:
-    """Note what building a strategy must not change, under the words a person would use."""
+    """Record what building a strategy must not change, under the words a person would use."""
     import torch
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _hide(distributions: Sequence[str]) -> None:
-    """Let distributions look as if they were not installed, to imports and to whoever reads metadata."""
+    """Hide distributions, as if they were not installed, from imports and from readers of metadata."""
     names = {canonicalize_name(each) for each in distributions}
     modules = {
         module

@@ -65,7 +65,7 @@ def serve(descriptor: int) -> None:
 
 
 def _keep_modules(loaded: int) -> int:
-    """Spare what has been imported since from collections to come, which then look only at what a run left."""
+    """Freeze what has been imported since: later garbage collections then look only at what a run left."""
     if len(sys.modules) > loaded:
         gc.freeze()
     return len(sys.modules)

@@ -51,19 +51,19 @@ class RankProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended, or ``None`` while it lives."""
+        """Return its exit code, or ``None`` while it lives."""
         if self._exit_code is None:
             self._exit_code = self._server.exit_code(self._pid)
         return self._exit_code
 
     def send(self, request: bytes) -> None:
-        """Hand it a request; a dead rank shows when its answer is awaited."""
+        """Send it a request; a dead rank shows when its answer is awaited."""
         self._seen = self._log.stat().st_size
         with contextlib.suppress(OSError):
             self.connection.send_bytes(request)
 
     def receive(self) -> bytes | None:
-        """Take its answer, or ``None`` if it has closed the pipe: then it is gone."""
+        """Receive its answer, or ``None`` if it has closed the pipe: then it is gone."""
         try:
             return self.connection.recv_bytes()
         except (EOFError, OSError):
@@ -85,7 +85,7 @@ class RankProcess:
         return _without_harness(self._read(before)) or f"it does not say; it printed:\n{self.printed()}"
 
     def kill(self) -> None:
-        """End it and whatever it started, at once."""
+        """Kill it and whatever it started, at once."""
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
@@ -124,7 +124,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _without_harness(dump: str) -> str:
-    """Leave out of a dump of stacks what is the same in every run: our own frames and the import system's."""
+    """Remove from a dump of stacks what is the same in every run: our own frames and the import system's."""
     threads = [text for text in dump.strip().split("\n\n") if " in _listen\n" not in text]
     lines = [line for line in "\n\n".join(threads).splitlines() if "<frozen importlib" not in line]
     return re.sub(r"\n  File [^\n]*rank\.py\", line \d+ in _run\b.*", "", "\n".join(lines), flags=re.DOTALL)

@@ -30,7 +30,7 @@ class Outcome:
     errors: str
 
     def __str__(self) -> str:
-        """Tell how it ended and what it printed."""
+        """Format how it ended and what it printed."""
         how = "did not end in time" if self.exit_code is None else f"ended with exit code {self.exit_code}"
         return f"it {how}; it printed:\n{self.output}{self.errors}"
 
@@ -91,7 +91,7 @@ class PythonRun:
                 raise
 
     def end(self) -> None:
-        """End it with what it has started, whoever waits for it."""
+        """Kill it with what it has started, whoever waits for it."""
         self._was_ended = True
         # Asked first: a launcher ends the ranks it has started, which may have sessions of their own.
         self._process.terminate()

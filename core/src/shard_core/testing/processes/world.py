@@ -97,7 +97,7 @@ class World:
         return [_unpacked(reply.value) for reply in replies if reply]
 
     def close(self) -> None:
-        """End the ranks; a later ``run`` starts new ones."""
+        """Stop the ranks; a later ``run`` starts new ones."""
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
@@ -123,7 +123,7 @@ class World:
         return _collect(self._ranks, timeout)
 
     def _in_step(self) -> bool:
-        """Tell whether the ranks can still talk: after a failure one may owe the others a message."""
+        """Check whether the ranks can still communicate: after a failure one may owe the others a message."""
         replies = self._call(_pack(_talk, ()), _CHECK_SECONDS)
         return all(reply is not None and not reply.error for reply in replies)
 
@@ -186,7 +186,7 @@ def _report(
     replies: Sequence[Reply | None],
     timeout: float,
 ) -> str:
-    """Say which ranks failed and how: first the dead, then who raised, in order of time, then the hung."""
+    """Report which ranks failed and how: first the dead, then who raised, in order of time, then the hung."""
     answers = list(zip(ranks, replies, strict=True))
     raised = sorted(
         ((rank, reply) for rank, reply in answers if reply and reply.error), key=lambda answer: answer[1].at

@@ -28,6 +28,6 @@ class Worlds:
         return self._worlds[key]
 
     def close(self) -> None:
-        """End all ranks."""
+        """Stop all ranks."""
         for world in self._worlds.values():
             world.close()

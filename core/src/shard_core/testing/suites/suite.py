@@ -54,16 +54,16 @@ class Suite:
 
     @property
     def info(self) -> StrategyInfo:
-        """What the strategy says of itself."""
+        """Return the strategy's metadata."""
         return plugins.find(self.strategy)
 
     @property
     def subject(self) -> Subject:
-        """How to get the strategy under test."""
+        """Return how to get the strategy under test."""
         return Subject(name=self.strategy, options={"accelerator": self.device, **self.options})
 
     def _other(self, strategy: str) -> Subject:
-        """Get another strategy for the same kind of device, or where it runs if not there."""
+        """Return another strategy for the same kind of device, or where it runs if not there."""
         there = self.device in plugins.find(strategy).devices
         return Subject(name=strategy, options={"accelerator": self.device if there else "cpu"})
 
@@ -84,18 +84,18 @@ class Suite:
 
     @pytest.fixture(autouse=True)
     def start_fork_servers(self, chosen: Chosen) -> None:
-        """Let what all ranks of a class come from import beside its first promises, which need none."""
+        """Start the servers that fork a class's ranks, which import beside its first promises, which need none."""
         for rank in range(chosen.most_ranks):
             fork_server(rank, self.environment)
 
     @pytest.fixture
     def ranks(self, request: pytest.FixtureRequest, worlds: Worlds) -> Ranks:
-        """Give the ranks of this case, with the strategy under test."""
+        """Return the ranks of this case, with the strategy under test."""
         return Ranks(worlds(request.param, self.environment), self.subject, self.patience)
 
     @pytest.fixture
     def ranks_of(self, worlds: Worlds) -> Callable[..., Ranks]:
-        """Give a callable for other places: ``ranks_of(3)``, or ``ranks_of(2, "ddp")`` for another strategy."""
+        """Return a callable for other places: ``ranks_of(3)``, or ``ranks_of(2, "ddp")`` for another strategy."""
 
         def place(size: int, strategy: str | None = None) -> Ranks:
             if strategy is not None:

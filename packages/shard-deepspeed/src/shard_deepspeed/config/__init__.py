@@ -96,7 +96,7 @@ activations yet: leave it at False.
 
     @property
     def zero_stage(self) -> int:
-        """The stage that holds."""
+        """Return the stage in effect."""
         return self.stage if self.zero_optimization else 0
 
 

@@ -25,7 +25,7 @@ class GradientElsewhere(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[GradientElsewhere], parameter: torch.Tensor, part: torch.Tensor) -> GradientElsewhere:
-        """Take one element's memory, whatever the shape."""
+        """Allocate one element's memory, whatever the shape."""
         made = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
         made._part = part
         return made
@@ -34,7 +34,7 @@ class GradientElsewhere(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's is a stand-in that disables it
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do to the part's gradient what comes to the same element by element, by one number for all.
+        """Apply to the part's gradient what is the same element by element, by one number for all.
 
         Raises:
             SetupError: If anything else is done with it.
@@ -59,10 +59,10 @@ class GradientElsewhere(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]  # torch's is an attribute
-        """Give that of the part's gradient, which may be finer than the parameter's."""
+        """Return that of the part's gradient, which may be finer than the parameter's."""
         return self._part.dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no annotation
-        """Say what this is, where printing values would be refused."""
+        """Describe the proxy, where printing values would be refused."""
         del tensor_contents
         return f"<gradient of shape {tuple(self.shape)}; its values stand in the parts of optimizer.param_groups>"

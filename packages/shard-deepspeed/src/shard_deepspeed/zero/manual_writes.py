@@ -34,7 +34,7 @@ class Held:
     published: tuple[int, int, int] = (0, 0, 0)
 
     def written(self) -> tuple[int, int, int]:
-        """Tell how often the parameter, its shard and the part have been written to."""
+        """Return how often the parameter, its shard and the part have been written to."""
         shard = _versions.shard_of(self.parameter)
         return self.parameter._version, 0 if shard is None else shard._version, self.part.values._version
 
@@ -53,13 +53,13 @@ class Edits:
         self.record()
 
     def record(self) -> None:
-        """Take note that module and parts are the same now."""
+        """Record that module and parts are the same now."""
         for each in self._held:
             each.published = each.written()
 
     @torch.no_grad()
     def take(self) -> None:
-        """Take what was written since.
+        """Copy what was written since into the parts.
 
         Raises:
             SetupError: If a parameter was written to that was not there.
@@ -85,7 +85,7 @@ class Edits:
 
 
 def _take(written: torch.Tensor, values: torch.Tensor) -> None:
-    """Take values over; where they are the part's own, rounded, the part knows them better."""
+    """Copy values; where they are the part's own, rounded, the part keeps its finer ones."""
     if written.dtype == values.dtype:
         values.copy_(written)
     else:

@@ -64,16 +64,16 @@ class ZeroModule:
         self._hooks.append(module.register_forward_pre_hook(self._begin_forward))
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer steps parts of this module."""
+        """Return whether an optimizer steps parts of this module."""
         return any(id(tensor) in self._stepped for group in optimizer.param_groups for tensor in group["params"])
 
     def part_of(self, parameter: torch.Tensor) -> FlatPart | None:
-        """Tell what of a parameter this rank holds; None for what is whole on every rank."""
+        """Return what of a parameter this rank holds; None for what is whole on every rank."""
         part = self._parts.get(id(parameter))
         return None if part is None or part.values is parameter else part
 
     def repoint(self, optimizer: torch.optim.Optimizer, names: ParameterNames) -> None:
-        """Let an optimizer step parts instead of parameters; its groups stay the same dictionaries.
+        """Point an optimizer at parts instead of parameters; its groups stay the same dictionaries.
 
         Args:
             optimizer: Over the module's parameters.
@@ -83,7 +83,7 @@ class ZeroModule:
         self.adopt(optimizer)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Exchange parameters of the module in an optimizer's groups for their parts.
+        """Replace parameters of the module in an optimizer's groups by their parts.
 
         Args:
             optimizer: One that may have been given more of them, by ``add_param_group``.
@@ -100,7 +100,7 @@ class ZeroModule:
                     optimizer.state[part.values] = {slot: _cut(slot, value, part) for slot, value in state.items()}
 
     def make_ready(self) -> None:
-        """Get ready for a backward."""
+        """Prepare a backward."""
         self.follow_gradients()
         for each in self._trained.values():
             each.reached = False
@@ -119,23 +119,23 @@ class ZeroModule:
             each.show_gradient()
 
     def _begin_forward(self, module: torch.nn.Module, args: object) -> None:
-        """Know early which gradients are gone, whose denominators go too, and which values are new, before they go."""
+        """Check early which gradients are gone, whose denominators go too, and which values are new, before they go."""
         del module, args
         self.follow_gradients()
         if self._layout.lets_go:
             self.take_edits()
 
     def follow_gradients(self) -> None:
-        """Throw gradients away that the module's parameters show no more."""
+        """Drop gradients that the module's parameters show no more."""
         for each in self._trained.values():
             each.follow_gradient()
 
     def take_edits(self) -> None:
-        """Take what was written into the module's parameters into the parts."""
+        """Copy what was written into the module's parameters into the parts."""
         self._edits.take()
 
     def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
-        """See that an optimizer is not stepped without gradients that were made for it.
+        """Check that an optimizer is not stepped without gradients that were made for it.
 
         Args:
             optimizer: What is about to step.
@@ -153,7 +153,7 @@ class ZeroModule:
             )
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Give this rank's parts of the gradients an optimizer will step with."""
+        """Return this rank's parts of the gradients an optimizer will step with."""
         over = (dist.group.WORLD,) if int(self.engine.zero_optimization_stage()) else ()
         return [
             LocalGradient(tensor.grad, over)
@@ -164,7 +164,7 @@ class ZeroModule:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring the parts' values, stepped or loaded, to all ranks."""
+        """Copy the parts' values, stepped or loaded, to all ranks."""
         self._layout.publish()
         self._edits.record()
 
@@ -180,7 +180,7 @@ class ZeroModule:
             self.deferring = False
 
     def close(self) -> None:
-        """Take all hooks off the module."""
+        """Remove all hooks from the module."""
         for hook in self._hooks:
             hook.remove()
         for each in self._trained.values():
@@ -189,12 +189,12 @@ class ZeroModule:
 
 
 def is_trained(parameter: Any) -> bool:
-    """Tell whether there is anything to train of a parameter, sharded or not."""
+    """Return whether there is anything to train of a parameter, sharded or not."""
     return bool(parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _cut(slot: str, value: Any, part: FlatPart) -> Any:
-    """Bring a value of optimizer state to a part; what has not the parameter's shape is left alone."""
+    """Slice a value of optimizer state to a part; what has not the parameter's shape is left alone."""
     is_count = slot == "step" and not part.shape
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape or is_count:
         return value

@@ -39,14 +39,14 @@ class Partitions(abc.ABC):
 
     @abc.abstractmethod
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
-        """Tell which run of a parameter this rank steps; its values share the engine's memory."""
+        """Return which run of a parameter this rank steps; its values share the engine's memory."""
 
     def strayed(self) -> bool:
-        """Tell whether the module's own values on this rank are others than the parts', rounded to their dtype."""
+        """Return whether the module's own values on this rank differ from the parts', rounded to their dtype."""
         return False
 
     def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
-        """Give the module's own values that a part may have to take; None where it has no others.
+        """Return the module's own values that a part may have to take; None where it has no others.
 
         Args:
             parameter: The module's.
@@ -60,7 +60,7 @@ class Partitions(abc.ABC):
         return None
 
     def make_ready(self, trained: Iterable[Trained]) -> None:
-        """Get ready for a backward whose gradients are to add to those the parts have."""
+        """Prepare a backward whose gradients are to add to those the parts have."""
         del trained
 
     def reduce(self, trained: Iterable[Trained]) -> None:
@@ -76,7 +76,7 @@ class Partitions(abc.ABC):
 
     @abc.abstractmethod
     def publish(self) -> None:
-        """Bring the parts' values to all ranks' parameters."""
+        """Copy the parts' values to all ranks' parameters."""
 
 
 class Whole(Partitions):
@@ -94,10 +94,10 @@ class Whole(Partitions):
             parameter.grad = None
 
     def collect(self, averaged: Sequence[Trained]) -> None:
-        """Leave gradients where they are."""
+        """Keep gradients where they are."""
 
     def publish(self) -> None:
-        """Have nothing to do."""
+        """Do nothing."""
 
 
 class Flat(Partitions):
@@ -129,7 +129,7 @@ class Runs(Flat):
         return FlatPart(shape=tuple(parameter.shape), start=start, values=torch.nn.Parameter(values))
 
     def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
-        """Give the parameter's run of the flat tensor, back in its place, unless it is the part."""
+        """Return the parameter's run of the flat tensor, back in its place, unless it is the part."""
         place = self._places[id(parameter)]
         moved = parameter.data_ptr() != place.data_ptr()
         if moved:
@@ -153,7 +153,7 @@ class Runs(Flat):
         super().reduce(trained)
 
     def collect(self, averaged: Sequence[Trained]) -> None:
-        """Take the tensors that DeepSpeed makes anew for every backward."""
+        """Collect the tensors that DeepSpeed makes anew for every backward."""
         gradients = {id(p): gradient for p, gradient in _versions.take_averaged_gradients(self._zero)}
         for each in averaged:
             gradient = gradients.get(id(each.parameter))
@@ -184,7 +184,7 @@ class Shards(Flat):
         return part
 
     def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
-        """Give the run of a parameter that is whole just now, or its shard, unless that is the part."""
+        """Return the run of a parameter that is whole just now, or its shard, unless that is the part."""
         shard = _versions.stored_shard(parameter)
         assert shard is not None
         rounded = shard.dtype != part.values.dtype
@@ -213,7 +213,7 @@ class Shards(Flat):
 
 
 def shard_part(parameter: torch.Tensor, shard: torch.Tensor, rank: int) -> FlatPart:
-    """Tell which run of a parameter a rank's padded shard of it is."""
+    """Return which run of a parameter a rank's padded shard of it is."""
     shape = _versions.full_shape(parameter)
     numel = torch.Size(shape).numel()
     start = min(rank * shard.numel(), numel)

@@ -39,12 +39,12 @@ class Trained:
     _sign: GradientElsewhere | None = None
 
     def note(self, parameter: torch.Tensor) -> None:
-        """Be told by autograd of a gradient."""
+        """Record a gradient, as a hook of autograd's."""
         del parameter
         self.reached = self.waits = True
 
     def show_gradient(self) -> None:
-        """Let the module's parameter show that its part has a gradient."""
+        """Set a proxy as the parameter's gradient, to show that its part has one."""
         values, parameter = self.part.values, self.parameter
         if values is parameter:
             return
@@ -55,13 +55,13 @@ class Trained:
         self.shown = parameter.grad is not None
 
     def hide_gradient(self) -> None:
-        """Leave room for what a backward makes."""
+        """Remove the proxy, to leave room for what a backward makes."""
         if self.shown and self.parameter.grad is self._sign:
             self.parameter.grad = None
             self.shown = False
 
     def follow_gradient(self) -> None:
-        """Throw the gradient away if it is gone from the module's parameter, and show none that is gone from the part.
+        """Drop the gradient if it is gone from the module's parameter, and show none that is gone from the part.
 
         Raises:
             SetupError: If there is another one in its place.

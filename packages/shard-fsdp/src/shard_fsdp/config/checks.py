@@ -67,7 +67,7 @@ def collection(name: str, value: Any) -> None:
 
 
 def checkpoint_form(value: Any) -> str:
-    """Bring the form of checkpoints to one spelling.
+    """Normalize the form of checkpoints.
 
     Args:
         value: What the user gave: a form, or torch's enum of state dicts.
@@ -91,7 +91,7 @@ def checkpoint_form(value: Any) -> str:
 
 
 def backward_prefetch(value: Any) -> str | int | None:
-    """Bring the order of gathering in backward to one spelling.
+    """Normalize the order of gathering in backward.
 
     Args:
         value: What the user gave: torch's enum, its names in any case, None, or a number of units.

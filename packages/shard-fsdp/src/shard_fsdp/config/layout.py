@@ -98,14 +98,14 @@ class LayoutOptions:
 
     @property
     def reshards(self) -> bool | None:
-        """What ``fully_shard`` is told about whole parameters after forward."""
+        """Return the ``reshard_after_forward`` of ``fully_shard``."""
         if self.reshard_after_forward is None:
             return self._arrangement.reshard_after_forward
         return self.reshard_after_forward
 
     @property
     def has_copies(self) -> bool:
-        """Whether there is an axis of copies, however many ranks stand along it."""
+        """Return whether there is an axis of copies, however many ranks it has."""
         mesh = self.device_mesh or self._arrangement.sizes
         return mesh is not None and (isinstance(mesh, tuple) or mesh.ndim == 2)
 
@@ -181,7 +181,7 @@ def _checked_mesh(mesh: Any) -> Sizes | DeviceMesh:
 
 
 def _with_our_axes(mesh: DeviceMesh, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """Name the axes of a user's mesh: what stands where stays."""
+    """Rename the axes of a user's mesh; ranks stay where they are."""
     import torch.distributed as dist
 
     if mesh.size() != dist.get_world_size():

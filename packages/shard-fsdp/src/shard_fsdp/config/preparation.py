@@ -61,7 +61,7 @@ class PreparationOptions:
 
     @property
     def gathered_in_backward(self) -> int | None:
-        """How many units are gathered ahead in backward; None leaves it to the engine, which takes the next one."""
+        """Return how many units are gathered ahead in backward; None leaves it to the engine, which takes the next."""
         if self.backward_prefetch == "backward_pre":
             return None
         return self.backward_prefetch if isinstance(self.backward_prefetch, int) else 0

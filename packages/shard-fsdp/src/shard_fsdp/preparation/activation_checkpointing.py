@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def recompute(
     module: nn.Module, layers: type[nn.Module] | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 ) -> None:
-    """Let some submodules keep only their inputs between forward and backward.
+    """Checkpoint the activations of some submodules: only their inputs are kept between forward and backward.
 
     Their forwards are exchanged, nothing is wrapped: parameters keep their names, and hooks of the engine, which
     stand outside of the forward, do not run again in backward.

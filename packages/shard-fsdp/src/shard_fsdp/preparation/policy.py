@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def chosen_by(policy: Any, module: nn.Module) -> list[nn.Module]:
-    """Ask a policy which submodules are to be units.
+    """Return the submodules that a policy makes units.
 
     Args:
         policy: Classes, or a policy of ``torch.distributed.fsdp.wrap``, or a function of its signature.
@@ -72,7 +72,7 @@ def _by_custom(policy: CustomPolicy, module: nn.Module) -> list[nn.Module]:
 def _by_function(
     policy: Callable[..., bool], module: nn.Module, seen: set[nn.Module] | None = None
 ) -> tuple[list[nn.Module], int]:
-    """Walk down where the function says so; give the chosen modules and how many elements they hold."""
+    """Walk down where the function says so; return the chosen modules and how many elements they hold."""
     seen = set() if seen is None else seen
     seen.add(module)
     numel = sum(parameter.numel() for parameter in module.parameters())

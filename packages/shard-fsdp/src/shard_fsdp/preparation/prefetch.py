@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def set_prefetching(module: nn.Module, units: Sequence[Unit], *, backward: int | None, forward: int) -> None:
-    """Tell units which others to gather beside their own work.
+    """Set which other units each gathers beside its own work.
 
     Args:
         module: A module that was sharded.

@@ -11,7 +11,7 @@ from shard_core.plugins import nearest
 
 
 def has_forward(kind: type[nn.Module]) -> bool:
-    """Tell whether modules of a class run; of a list of modules nothing could tell when its parameters are needed.
+    """Return whether modules of a class run; of a list of modules nobody knows when its parameters are needed.
 
     Args:
         kind: The class.

@@ -29,7 +29,7 @@ class ManualUnits:
 
     @contextlib.contextmanager
     def enabled(self) -> Iterator[None]:
-        """Let ``torch.distributed.fsdp.wrap.wrap`` mark what it is given; torch refuses a context in a context."""
+        """Make ``torch.distributed.fsdp.wrap.wrap`` mark what it is given; torch refuses a context in a context."""
         if self._enabled:
             yield
             return

@@ -24,11 +24,11 @@ class XLAEngine(Engine):
         runtime.seed(seed)
 
     def engine_random_state(self) -> torch.Tensor:
-        """Tell where the generator of the device stands."""
+        """Return the state of the device's generator."""
         return runtime.random_state()
 
     def engine_set_random_state(self, state: torch.Tensor) -> None:
-        """Put the generator of the device where it stood."""
+        """Restore the state of the device's generator."""
         runtime.set_random_state(state)
 
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:

@@ -56,7 +56,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
     _watch: RecompilationWatch
 
     def engine_collectives(self, name: str | None) -> Collectives:
-        """Talk through a process group in host memory."""
+        """Communicate through a process group in host memory."""
         runtime.check_accelerator(self.info.name, self.options.accelerator)
         if name not in (None, "host"):
             raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'host'.")
@@ -65,7 +65,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         )
 
     def engine_mesh(self) -> DeviceMesh | None:
-        """Bring the device up; every rank sees its own data."""
+        """Start the device; every rank sees its own data."""
         runtime.check_accelerator(self.info.name, self.options.accelerator)
         runtime.start(self.info.name, devices=1, spmd=False)
         # Made on the rank it serves: what they hold cannot travel there with the strategy.
@@ -103,7 +103,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         self._repoint([optimizer], names, self._sharded[module].layout)
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Let whole gradients add up on this rank."""
+        """Accumulate whole gradients on this rank."""
         return next(wholes for wholes in self._wholes() if wholes.root is module).deferring()
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
             wholes.end_backward()
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Give this rank's ranges of the gradients; what fills them up is zero."""
+        """Return this rank's ranges of the gradients; their padding is zero."""
         return [
             LocalGradient(parameter.grad, (dist.group.WORLD,))
             for group in optimizer.param_groups
@@ -154,7 +154,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
 
 
 def _laid_out(shapes: Mapping[int, tuple[int, ...]], rank: int, shard: torch.Tensor, value: Any) -> Any:
-    """Cut a rank's part out of optimizer state that was made for whole parameters."""
+    """Slice a rank's part out of optimizer state that was made for whole parameters."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or tuple(value.shape) != shapes[id(shard)]:
         return value
     return flat_part(value.to(shard.dtype) if value.is_floating_point() else value, shard, rank=rank)

@@ -37,7 +37,7 @@ class WholeParameter:
         self._watch()
 
     def follow_values(self) -> bool:
-        """Tell whether the shard has changed; autograd hears that the whole parameter has, too.
+        """Return whether the shard has changed; the full parameter's version is increased for autograd then, too.
 
         Raises:
             SetupError: If the whole parameter was changed instead.
@@ -90,7 +90,7 @@ class WholeParameter:
             )
 
     def show_gradient(self) -> None:
-        """Let the shard show that a gradient is kept: zeros, to which the sum will be added."""
+        """Set the shard's gradient to zeros, to which the sum will be added, to show that one is kept."""
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
         self._shown = _versions.changes_of(self.shard.grad)

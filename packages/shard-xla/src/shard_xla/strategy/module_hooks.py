@@ -56,11 +56,11 @@ class WholeParameters:
             self._deferring = False
 
     def begin_backward(self) -> None:
-        """Let the first gradient that comes prepare a backward."""
+        """Make the first gradient that comes prepare a backward."""
         self._prepared = False
 
     def end_backward(self) -> None:
-        """See that gradients are where the next call looks for them.
+        """Check that gradients are where the next call looks for them.
 
         Raises:
             SetupError: If one was kept on this rank and not sent by the backward that ends the keeping.
@@ -76,7 +76,7 @@ class WholeParameters:
             )
 
     def check_values(self) -> None:
-        """See that shards hold everything that is worth keeping.
+        """Check that shards hold everything that is worth keeping.
 
         Raises:
             SetupError: If a whole parameter was changed instead.

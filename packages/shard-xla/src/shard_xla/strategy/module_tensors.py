@@ -37,7 +37,7 @@ class Place:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What stands there now."""
+        """Return the tensor that is there now."""
         named = self.owner.named_parameters if self.is_parameter else self.owner.named_buffers
         return dict(named(recurse=False, remove_duplicate=False))[self.attribute]
 
@@ -80,17 +80,17 @@ class Layout:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters as they are now, under each of their names."""
+        """Return the parameters as they are now, under each of their names."""
         return {name: place.tensor for name, place in self._everywhere.items() if place.is_parameter}
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Give the name of this very parameter, or None if the module does not have it."""
+        """Return the name of this very parameter, or None if the module does not have it."""
         return next(
             (name for name, place in self.places.items() if place.is_parameter and place.tensor is tensor), None
         )
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Give the shape of the whole tensor of a name."""
+        """Return the shape of the whole tensor of a name."""
         return self._everywhere[name].shape
 
     def check_complete(self, module: str) -> None:
@@ -109,7 +109,7 @@ class Layout:
             )
 
     def tie_buffers(self) -> None:
-        """Make buffers one again that were moved to the device one by one."""
+        """Tie buffers again that were moved to the device one by one."""
         for alias, name in self.aliases.items():
             if not self.places[name].is_parameter:
                 there = self._everywhere[alias]
@@ -145,7 +145,7 @@ def release(names: ParameterNames) -> None:
 
 
 def take_own_names(module: nn.Module) -> None:
-    """Let ``load_state_dict`` of a module with wrappers in it take what has the user's names, too.
+    """Make ``load_state_dict`` of a module with wrappers in it accept the user's names, too.
 
     Args:
         module: The user's.
@@ -161,7 +161,7 @@ def take_own_names(module: nn.Module) -> None:
 
 
 def take_whole_values(module: nn.Module, layout: Layout, rank: int) -> None:
-    """Let ``load_state_dict`` of a module whose parameters are shards take whole values, too.
+    """Make ``load_state_dict`` of a module whose parameters are shards accept whole values, too.
 
     Args:
         module: The user's, sharded.

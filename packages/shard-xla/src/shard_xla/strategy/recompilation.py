@@ -18,7 +18,7 @@ class RecompilationWatch:
         self._in_a_row = 0
 
     def step(self) -> None:
-        """Note a step."""
+        """Count a step."""
         compiled, before = compiled_graphs(), self._compiled
         self._compiled = compiled
         self._in_a_row = self._in_a_row + 1 if compiled > before else 0

@@ -102,7 +102,7 @@ def _check_autograd(strategy: str, device: torch.device) -> None:
 
 @functools.cache
 def announce(text: str) -> None:
-    """Say something once in a process."""
+    """Log something once in a process."""
     log.warning(text)
 
 
@@ -118,7 +118,7 @@ def seed(seed: int) -> None:
 
 
 def random_state() -> torch.Tensor:
-    """Tell where the generator of XLA's devices stands.
+    """Return the state of XLA's generator.
 
     Returns:
         One number, int64; XLA's has no sign.
@@ -130,7 +130,7 @@ def random_state() -> torch.Tensor:
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Put the generator of XLA's devices where it stood.
+    """Restore the state of XLA's generator.
 
     Args:
         state: What ``random_state`` returned.

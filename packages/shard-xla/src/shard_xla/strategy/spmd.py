@@ -48,14 +48,14 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     _devices: Any
 
     def engine_collectives(self, name: str | None) -> Collectives:
-        """Talk to nobody: devices talk inside the compiled graph."""
+        """Return the collectives of one process: devices communicate inside the compiled graph."""
         runtime.check_accelerator(self.info.name, self.options.accelerator)
         if name not in (None, "single"):
             raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'single'.")
         return SingleCollectives()
 
     def engine_mesh(self) -> DeviceMesh | None:
-        """Bring the devices up; none of them is a rank."""
+        """Start the devices; none of them is a rank."""
         runtime.check_accelerator(self.info.name, self.options.accelerator)
         runtime.start(self.info.name, devices=self.config.virtual_devices, spmd=True)
         self._layouts = weakref.WeakKeyDictionary()
@@ -66,7 +66,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
-        """Take the module to the devices, tied as it is, and spread it."""
+        """Move the module to the devices, tied as it is, and shard it."""
         check_on_host(names)
         check_classes(module, self.config)
         layout = Layout(module)
@@ -88,7 +88,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         self._repoint([optimizer], names, self._layouts[module])
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Have nothing to offer: the compiler reduces gradients in every backward."""
+        """Return None: the compiler reduces gradients in every backward."""
         del module
         return contextlib.nullcontext()
 
@@ -113,7 +113,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         names.repoint(optimizers, layout.parameters, self._laid_out)
 
     def _laid_out(self, parameter: torch.Tensor, value: Any) -> Any:
-        """Spread optimizer state that was made on the host."""
+        """Shard optimizer state that was made on the host."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         there = value.to(self.root_device, parameter.dtype if value.is_floating_point() else value.dtype)

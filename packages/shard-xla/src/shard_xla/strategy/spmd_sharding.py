@@ -19,7 +19,7 @@ AXIS = "fsdp"
 
 
 def make_mesh() -> Any:
-    """Put all devices of the process on one axis."""
+    """Build a mesh of all devices of the process on one axis."""
     import numpy as np
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
@@ -49,7 +49,7 @@ def to_device(module: nn.Module, device: torch.device) -> None:
 
 
 def spread(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Cut a tensor along its largest dim, a part for each device; one without dims or elements stays whole on each.
+    """Shard a tensor along its largest dim, over all devices; one without dims or elements stays whole on each.
 
     Args:
         tensor: On XLA's device.
@@ -68,7 +68,7 @@ def spread(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
 
 
 def spread_samples(data: Any, mesh: Any) -> None:
-    """Cut the tensors in a nested structure along their first dim, where that gives equal parts.
+    """Shard the tensors in a nested structure along their first dim, where that gives equal parts.
 
     Args:
         data: Inputs or outputs of a module.

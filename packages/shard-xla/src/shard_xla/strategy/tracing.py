@@ -12,7 +12,7 @@ from shard_core.backend import fast_step
 
 @contextlib.contextmanager
 def stepping_lists(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let torch's own optimizers step all tensors of a group together, where nothing was said against it.
+    """Make torch's own optimizers step all tensors of a group at once, unless the user chose otherwise.
 
     What is compiled stays the same, and tracing it takes a third less time: most of a small model's step. Torch does
     so of itself on devices that compute at once.

@@ -105,7 +105,7 @@ def send_gradients(root: nn.Module) -> None:
 
 
 def wrap_policy(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> Callable[..., bool] | None:
-    """Make upstream's policy of what the user said; what shares a parameter with something outside is no unit.
+    """Build upstream's policy from the options; what shares a parameter with something outside is no unit.
 
     Upstream would untie such a parameter without a word: each unit would shard a copy.
 
@@ -158,7 +158,7 @@ def _torn(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def recompute(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> None:
-    """Make submodules of the classes the user named compute their activations again in backward, units or not.
+    """Checkpoint the activations of submodules of the classes the user named, units or not.
 
     Args:
         module: The whole module, not wrapped yet.

@@ -45,7 +45,7 @@ class Background(Suite):
 
 
 def saves_and_goes_on(subject: Subject, path: Path) -> tuple[Bits, Bits]:
-    """Save behind some steps of training and load that; give all bits at the save and after the load."""
+    """Save asynchronously while training goes on, and load that; return all bits at the save and after the load."""
     with subject.strategy() as strategy:
         model, optimizer = trained(strategy)
         state = {"model": model, "optimizer": optimizer}
@@ -59,7 +59,7 @@ def saves_and_goes_on(subject: Subject, path: Path) -> tuple[Bits, Bits]:
 
 
 def steps_after_a_failure(subject: Subject, path: Path) -> str:
-    """Take a step when a save behind training has failed; give what it raised."""
+    """Take a step when an async save has failed; return what it raised."""
     with subject.strategy() as strategy:
         model, optimizer = trained(strategy)
         handle = strategy.save_checkpoint(path, {"model": model, "optimizer": optimizer}, blocking=False)

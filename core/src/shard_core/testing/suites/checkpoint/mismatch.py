@@ -47,7 +47,7 @@ class Saved(nn.Module):
         self.register_buffer("count", torch.zeros(2, dtype=torch.int32))
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Give the mean squared error."""
+        """Compute the mean squared error."""
         return functional.mse_loss(self.reshaped(torch.tanh(self.same(inputs))) + self.gone(inputs), targets)
 
 
@@ -64,7 +64,7 @@ class Here(nn.Module):
         self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Give the mean squared error."""
+        """Compute the mean squared error."""
         return functional.mse_loss(self.added(self.reshaped(torch.tanh(self.same(inputs)))), targets)
 
 
@@ -76,7 +76,7 @@ class Larger(Saved):
         self.zero = nn.Linear(6, 3)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Give the mean squared error."""
+        """Compute the mean squared error."""
         loss: torch.Tensor = super().forward(inputs, targets) + self.zero(inputs).square().mean()
         return loss
 
@@ -131,7 +131,7 @@ class Mismatch(Suite):
 
 
 def _names(message: str, name: str) -> bool:
-    """Tell whether a message names something, as a word of its own or at the end of a key."""
+    """Return whether a message names something, as a word of its own or at the end of a key."""
     return re.search(rf"(?<![\w]){re.escape(name)}(?![\w.])", message) is not None
 
 

@@ -72,7 +72,7 @@ def _judge(where: str, ranks: Ranks, path: Path, saved: Bits) -> None:
 
 
 def saves(subject: Subject, path: Path) -> Bits:
-    """Train and save a model; give all its bits."""
+    """Train and save a model; return all its bits."""
     with subject.strategy() as strategy:
         model, optimizer = trained(strategy)
         strategy.save_checkpoint(path, {"model": model, "optimizer": optimizer})
@@ -80,7 +80,7 @@ def saves(subject: Subject, path: Path) -> Bits:
 
 
 def loads(subject: Subject, path: Path) -> Bits:
-    """Load a model into a fresh one; give all its bits."""
+    """Load a model into a fresh one; return all its bits."""
     with subject.strategy() as strategy:
         model, optimizer = set_up(strategy, Assorted, "adamw", seed=1)
         strategy.load_checkpoint(path, {"model": model, "optimizer": optimizer})

@@ -107,7 +107,7 @@ class _Dropping(torch.nn.Module):
 
 
 def draws(subject: Subject, leg: _Leg) -> list[torch.Tensor]:
-    """Go one leg with dropout, and save half-way; give what each step dropped on this rank."""
+    """Train with dropout, and save half-way; return what each step dropped on this rank."""
     with subject.strategy() as strategy:
         model, optimizer = set_up(
             strategy, _Dropping, lambda module: torch.optim.SGD(module.parameters(), lr=0.1), seed=1 if leg.load else 0

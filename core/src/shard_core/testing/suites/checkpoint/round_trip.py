@@ -193,16 +193,16 @@ class Seen:
         self.seen = seen
 
     def state_dict(self) -> dict[str, Any]:
-        """Hand the state out."""
+        """Return the state."""
         return {"seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state back."""
+        """Load the state."""
         self.seen = state["seen"]
 
 
 def _values() -> dict[str, Any]:
-    """Give one value of every kind that a checkpoint holds."""
+    """Return one value of every kind that a checkpoint holds."""
     return {
         "step": 7,
         "large": 2**70,
@@ -218,7 +218,7 @@ def _values() -> dict[str, Any]:
 
 
 def _described(value: Any) -> Any:
-    """Turn a value into text that two values share only if they are alike, types included."""
+    """Format a value as text that two values share only if they are alike, types included."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.tolist()}"
     if isinstance(value, dict):

@@ -115,7 +115,7 @@ class Safety(Suite):
 
 
 def _holds_pickle(data: bytes) -> bool:
-    """Tell whether bytes hold a pickle: as a whole, somewhere inside, or in base64."""
+    """Return whether bytes hold a pickle: as a whole, somewhere inside, or in base64."""
     starts = [0, *(match.start() for match in re.finditer(rb"\x80[\x02-\x05]", data))]
     return _PICKLE_IN_BASE64.search(data) is not None or any(_begins_pickle(data[start:]) for start in starts)
 
@@ -259,7 +259,7 @@ def is_killed(subject: Subject, path: Path, twin: Path, victim: int, change: int
 
 
 def misses_one(subject: Subject, path: Path, call: str) -> str:
-    """Let the last rank not come to a call; give what the others were told."""
+    """Keep the last rank from a call; return the errors of the others."""
     with subject.strategy(guard_timeout=_GUARD) as strategy:
         model, optimizer = set_up(strategy, "plain", "sgd")
         if strategy.global_rank < strategy.world_size - 1:

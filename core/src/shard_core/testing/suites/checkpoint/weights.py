@@ -58,7 +58,7 @@ def _write(file: Path) -> None:
 
 
 def _plainly(file: Path) -> tuple[Bits, Bits]:
-    """Do the same in plain PyTorch."""
+    """Train the same way in plain PyTorch."""
     model = Assorted()
     lacking = model.load_state_dict(load_file(file), strict=False)
     assert lacking.missing_keys == [_TIED]

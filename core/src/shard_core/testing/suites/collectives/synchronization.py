@@ -84,14 +84,14 @@ class Meetings(Suite):
 
 
 def broadcast_everything(subject: Subject) -> dict[int, Any]:
-    """Let the first and the last rank hand out what they have."""
+    """Broadcast what the first and the last rank have."""
     with subject.strategy() as strategy:
         sources = (0, strategy.world_size - 1)
         return {src: _describe(strategy.broadcast(_things(strategy.global_rank), src)) for src in sources}
 
 
 def meet(subject: Subject) -> list[tuple[float, float]]:
-    """Meet as often as there are ranks, each late once, and return when this one came and left."""
+    """Enter a barrier as often as there are ranks, each late once, and return when this one came and left."""
     with subject.strategy() as strategy:
         times = []
         for late in range(strategy.world_size):
@@ -129,7 +129,7 @@ def ask_the_impossible(subject: Subject) -> tuple[dict[str, tuple[tuple[str, ...
 
 
 def leave_one_out(subject: Subject) -> tuple[str, float]:
-    """Meet without the last rank, and return what is said of its absence and how long that took."""
+    """Enter a barrier without the last rank, and return the error about its absence and how long that took."""
     with subject.strategy(guard_timeout=timedelta(seconds=_GUARD_SECONDS)) as strategy:
         start = time.monotonic()
         message = ""
@@ -155,6 +155,6 @@ def _things(rank: int) -> list[Any]:
 
 
 def _describe(things: list[Any]) -> list[Any]:
-    """Say in little what is in a list of things."""
+    """Summarize what is in a list of things."""
     nothing, record, empty, many, a_users = things
     return [nothing, record["rank"], record["numbers"].tolist(), empty, len(many), zlib.crc32(many), a_users]

@@ -232,7 +232,7 @@ def reduce_structures(subject: Subject) -> list[tuple[str, str, dict[str, Any]]]
 
 
 def _nested(strategy: Strategy) -> dict[str, Any]:
-    """Put this rank's number into places whose names are of different lengths, which is added to it."""
+    """Build a nest of this rank's number, in places whose names are of different lengths, which is added to it."""
     rank = strategy.global_rank
     mine = {place: rank + 0.5 + len(place) for place in ("a", "bb", "ccc", "dddd")}
     tensor = torch.tensor(mine["bb"], device=strategy.root_device)
@@ -257,7 +257,7 @@ def gather_everything(subject: Subject) -> dict[tuple[str, torch.dtype], tuple[t
 
 
 def gather_with_gradients(subject: Subject) -> list[float]:
-    """Let every rank's loss weigh every rank's part, and return the gradient of this rank's."""
+    """Compute a loss in which every rank weighs every rank's part, and return the gradient of this rank's."""
     with subject.strategy() as strategy:
         mine = torch.ones(2, device=strategy.root_device, requires_grad=True)
         gathered = strategy.all_gather(mine, sync_grads=True)
@@ -277,7 +277,7 @@ def talk_among_data_ranks(subject: Subject) -> tuple[int, int, list[int], int]:
 
 
 def _line(rank: int, dtype: torch.dtype, length: int) -> torch.Tensor:
-    """Give the numbers of one rank: small, so that every dtype holds them and what they reduce to."""
+    """Return the numbers of one rank: small, so that every dtype holds them and what they reduce to."""
     numbers = (torch.arange(length) + rank) % 5
     return numbers % 2 == 0 if dtype == torch.bool else (numbers + 1).to(dtype)
 

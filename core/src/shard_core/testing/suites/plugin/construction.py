@@ -100,7 +100,7 @@ def look_at_members(subject: Subject) -> list[str]:
 
 
 def _misfits(name: str, standard: Callable[..., Any], mine: Any) -> list[str]:
-    """Say which calls of a method of ``Strategy`` this one does not take."""
+    """List the calls of a method of ``Strategy`` that this one does not take."""
     if not callable(mine):
         return [f"{name} is no method"]
     wanted = list(inspect.signature(standard).parameters.values())[1:]

@@ -96,7 +96,7 @@ def _met(name: str, *hidden: str) -> Any:
 
 
 def _is_metadata(module: str, reference: str, known: Iterable[str]) -> bool:
-    """Tell whether a module may be imported when a strategy is only asked about."""
+    """Return whether a module may be imported when a strategy is only asked about."""
     if f"{reference}.".startswith(f"{module}.") or "config" in module.split("."):
         return True
     home, dot, _ = reference.rpartition(".")

@@ -99,7 +99,7 @@ def _assert_same_steps(steps: list[dict[str, torch.Tensor]], truth: list[dict[st
 
 @functools.cache
 def _gradients_of_large_batches() -> list[dict[str, torch.Tensor]]:
-    """Take each step's micro-batches as one batch in plain PyTorch."""
+    """Compute each step's gradients in plain PyTorch, its micro-batches as one batch."""
     torch.manual_seed(0)
     model = models.make(_MODEL)
     optimizer = plain_descent.make_optimizer(model)
@@ -114,7 +114,7 @@ def _gradients_of_large_batches() -> list[dict[str, torch.Tensor]]:
 
 @functools.cache
 def _gradients_of_weighed_batches() -> list[dict[str, torch.Tensor]]:
-    """Take the same backwards in plain PyTorch."""
+    """Compute the gradients of the same backwards in plain PyTorch."""
     torch.manual_seed(0)
     model = models.make(_MODEL)
     optimizer = plain_descent.make_optimizer(model)

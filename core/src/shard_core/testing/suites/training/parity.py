@@ -175,7 +175,7 @@ def one_step_of_sgd(subject: Subject) -> dict[str, torch.Tensor]:
 
 
 def _change(what: str, at: str, model: nn.Module) -> None:
-    """Do by hand what was asked for, if this is the place for it: before or after a step."""
+    """Change by hand what was asked for, if this is the place for it: before or after a step."""
     with torch.no_grad():
         for parameter in model.parameters():
             if (what, at) == ("gradients", "before") and parameter.grad is not None:

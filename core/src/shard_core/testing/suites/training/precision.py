@@ -57,7 +57,7 @@ class Precisions(Suite):
     """
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Judge each precision the strategy declares."""
+        """Parametrize promises by each precision the strategy declares."""
         super().pytest_generate_tests(metafunc)
         if "precision" in metafunc.fixturenames:
             metafunc.parametrize("precision", self.info.precisions)
@@ -119,7 +119,7 @@ class Precisions(Suite):
         self._judge_each(ranks, autocast=False)
 
     def _options_refuse(self, precision: str) -> bool:
-        """Tell whether what the strategy is told here takes a declared precision away, which it honours otherwise."""
+        """Return whether the options given here take a declared precision away, which is honoured otherwise."""
         try:
             self.subject.strategy(precision=precision)
         except UnsupportedPrecision:
@@ -145,7 +145,7 @@ class Watched(nn.Module):
         self.seen = ("", "")
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Give the mean squared error."""
+        """Compute the mean squared error."""
         predicted = self.second(torch.tanh(self.first(inputs)))
         loss = functional.mse_loss(predicted, targets)
         self.seen = (_name(predicted), _name(loss))
@@ -204,7 +204,7 @@ def _make_slow_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def one_step(subject: Subject) -> Any:
-    """Take one step and return what it said."""
+    """Take one step and return what ``optimizer_step`` returned."""
     with subject.strategy() as strategy:
         model, optimizer = set_up(strategy, Watched, plain_descent.make_optimizer)
         (batch,) = models.batches("plain", 1, _BATCH)

@@ -101,7 +101,7 @@ def plainly(
     optimizer: str | Callable[[nn.Module], torch.optim.Optimizer],
     steps: int,
 ) -> oracle.Trajectory:
-    """Do in plain PyTorch, on whole batches, what ``train`` does on shares.
+    """Train in plain PyTorch on whole batches, as ``train`` does on shares.
 
     Args:
         model: As for ``train``.
@@ -119,7 +119,7 @@ def plainly(
 
 
 def assert_like(runs: Sequence[Run], truth: oracle.Trajectory) -> None:
-    """Hold the ranks' losses, averaged, and each rank's weights against the oracle's.
+    """Compare the ranks' losses, averaged, and each rank's weights with the oracle's.
 
     Args:
         runs: What each rank saw.

@@ -141,12 +141,12 @@ _MAKERS: dict[str, Callable[[], nn.Module]] = {"never": _never, "sometimes": _so
 
 
 def _decaying(module: nn.Module) -> torch.optim.Optimizer:
-    """Give all parameters, trained or not, to an optimizer with weight decay."""
+    """Build an optimizer with weight decay over all parameters, trained or not."""
     return torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.5)
 
 
 def _descending(module: nn.Module) -> torch.optim.Optimizer:
-    """Give all parameters, trained or not, to an optimizer that hides no wrong scale."""
+    """Build an optimizer that hides no wrong scale over all parameters, trained or not."""
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
