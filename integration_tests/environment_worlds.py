@@ -18,7 +18,7 @@ from shard_core.errors import RankFailed
 from shard_core.testing.processes.worlds import Worlds
 
 
-class ForeignWorlds:
+class EnvironmentWorlds:
     """The worlds of another environment: a callable from a size to a world, as the fixture ``worlds`` is one.
 
     Args:
@@ -32,9 +32,9 @@ class ForeignWorlds:
         self._process = subprocess.Popen(command, env=settings, pass_fds=[theirs.fileno()])
         theirs.close()
 
-    def __call__(self, size: int, environment: Mapping[str, str]) -> ForeignWorld:
+    def __call__(self, size: int, environment: Mapping[str, str]) -> EnvironmentWorld:
         """Return the world of ``size`` ranks that were started with some environment variables."""
-        return ForeignWorld(self._connection, size, environment)
+        return EnvironmentWorld(self._connection, size, environment)
 
     def close(self) -> None:
         """Stop all ranks, and who held them."""
@@ -42,7 +42,7 @@ class ForeignWorlds:
         self._process.wait(timeout=60)
 
 
-class ForeignWorld:
+class EnvironmentWorld:
     """One world of another environment.
 
     Args:

@@ -38,7 +38,7 @@ def _build(strategy: Any, value: float) -> dict[str, Any]:
     return {"model": module, "optimizer": optimizer, "value": value, "copy": torch.tensor(value)}
 
 
-def _rank(rank: int, name: str, path: str, value: float, port: int, form: str, said: int) -> None:
+def _rank(rank: int, name: str, path: str, value: float, port: int, form: str, signals: int) -> None:
     """Run one rank of a run that saves, and signal when it is about to and when it has."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
@@ -46,14 +46,14 @@ def _rank(rank: int, name: str, path: str, value: float, port: int, form: str, s
     strategy.setup_environment()
     state = _build(strategy, value)
     strategy.barrier()
-    os.write(said, b"b")
+    os.write(signals, b"b")
     strategy.save_checkpoint(path, state, state_dict_type=form)
-    os.write(said, b"s")
+    os.write(signals, b"s")
 
 
 def _run(name: str, path: str, value: float, form: str, victims: list[int], after: float) -> float:
     """Kill some ranks of a run so many seconds after it began to save; return how long the save took."""
-    hear, said = os.pipe()
+    received, signals = os.pipe()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -66,15 +66,15 @@ def _run(name: str, path: str, value: float, form: str, victims: list[int], afte
                 if victims:
                     with open(os.devnull, "w") as nowhere:
                         os.dup2(nowhere.fileno(), 2)
-                _rank(rank, name, path, value, port, form, said)
+                _rank(rank, name, path, value, port, form, signals)
                 status = 0
             except Exception:  # noqa: BLE001 - the parent sees that the rank has failed
                 traceback.print_exc()
             finally:
                 os._exit(status)
         children.append(child)
-    os.close(said)
-    assert os.read(hear, 1) == b"b"
+    os.close(signals)
+    assert os.read(received, 1) == b"b"
     began = time.perf_counter()
     if victims:
         time.sleep(after)
@@ -83,14 +83,14 @@ def _run(name: str, path: str, value: float, form: str, victims: list[int], afte
     else:
         saved = 0
         while saved < RANKS:
-            told = os.read(hear, 1)
-            assert told, "the run died by itself"
-            saved += told == b"s"
+            signal_byte = os.read(received, 1)
+            assert signal_byte, "the run died by itself"
+            saved += signal_byte == b"s"
     took = time.perf_counter() - began
     for child in children:  # a rank whose peer has died would wait for it as long as its guard says
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    os.close(hear)
+    os.close(received)
     return took
 
 

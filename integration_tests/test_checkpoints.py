@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment_worlds import ForeignWorlds
+from environment_worlds import EnvironmentWorlds
 from environments import python_with
 from resumed_run import STEPS, Leg, Notes, go_under
 from strategy_chains import SIZES, Station, every_ordered_pair
@@ -34,14 +34,14 @@ def go(worlds: Any) -> Iterator[Go]:
     def on(station: Station, leg: Leg) -> list[Notes]:
         python = python_with(station.strategy)
         if python not in held:
-            held[python] = ForeignWorlds(python)
+            held[python] = EnvironmentWorlds(python)
         world = held[python](station.ranks, station.environment)
         return world.run(go_under, station.strategy, station.options, leg, timeout=200)
 
     yield on
-    for foreign in held.values():
-        if foreign is not worlds:
-            foreign.close()
+    for each in held.values():
+        if each is not worlds:
+            each.close()
 
 
 @pytest.mark.timeout(900)

@@ -123,21 +123,21 @@ def test_commands_exist(each):
 
 
 def test_the_tutorial_tells_every_option_of_the_example():
-    told = [row[0] for row in page("docs/tutorials/first-run.md").table("option", "what it does")]
-    assert sorted(told) == sorted(set(example_options()) - {"--help"})
+    listed = [row[0] for row in page("docs/tutorials/first-run.md").table("option", "what it does")]
+    assert sorted(listed) == sorted(set(example_options()) - {"--help"})
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/backends/index.md"])
 def test_strategies_are_those_that_shard_list_shows(name):
-    told = page(name).table("name", "package", "what it does")
-    assert sorted(told) == sorted([each.name, each.distribution, each.summary.replace("`", "")] for each in PRESENT)
+    listed = page(name).table("name", "package", "what it does")
+    assert sorted(listed) == sorted([each.name, each.distribution, each.summary.replace("`", "")] for each in PRESENT)
 
 
 def test_backends_tell_what_they_can_be_told():
     places = [each for each in pages() if each.name.startswith("docs/backends/")]
-    told = {tuple(row) for each in places for row in each.table("option", "default", "what it is")}
+    listed = {tuple(row) for each in places for row in each.table("option", "default", "what it is")}
     known = {(option.name, str(option.default), option.help) for each in PRESENT for option in each.info.options}
-    assert told == known
+    assert listed == known
 
 
 def test_capabilities_are_those_that_strategies_declare():
@@ -145,16 +145,16 @@ def test_capabilities_are_those_that_strategies_declare():
     header = next(line for line in page("docs/backends/index.md").text.splitlines() if line.startswith("| capability"))
     names = re.findall(r"`(\w+)`", header)
     assert sorted(names) == sorted(declared)
-    told = page("docs/backends/index.md").table("capability", *names)
-    assert told == [[each.name, *("yes" if each in declared[name] else "no" for name in names)] for each in Capability]
+    table = page("docs/backends/index.md").table("capability", *names)
+    assert table == [[each.name, *("yes" if each in declared[name] else "no" for name in names)] for each in Capability]
 
 
 def test_precisions_are_those_of_the_table():
     columns = ("parameter", "compute", "reduce", "accumulate", "optimizer", "buffer", "autocast", "scaled")
-    told = page("docs/explanation/precision.md").table("name", *columns)
+    listed = page("docs/explanation/precision.md").table("name", *columns)
     shown = {True: "yes", False: "no"}
     values = [[getattr(policy, column) for column in columns] for policy in POLICIES.values()]
-    assert told == [[name, *(shown.get(v, v) for v in row)] for name, row in zip(POLICIES, values, strict=True)]
+    assert listed == [[name, *(shown.get(v, v) for v in row)] for name, row in zip(POLICIES, values, strict=True)]
 
 
 def names_of_reference() -> dict[str, list[str]]:
@@ -196,9 +196,9 @@ def test_reference_shows_every_public_name(rendered):
 
 def test_reference_tells_what_every_capability_is():
     header = ("name", "a strategy that declares it", "refused where it is not declared")
-    told = page("docs/reference/capabilities.md").table(*header)
-    assert [row[:2] for row in told] == [[each.name, each.value] for each in Capability]
-    assert all(refused for _, _, refused in told)
+    listed = page("docs/reference/capabilities.md").table(*header)
+    assert [row[:2] for row in listed] == [[each.name, each.value] for each in Capability]
+    assert all(refused for _, _, refused in listed)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ def verbs() -> list[str]:
 
 @functools.cache
 def help_options(*verb: str) -> frozenset[str]:
-    told = CliRunner().invoke(main, [*verb, "--help"]).output
-    return frozenset(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", told))
+    printed = CliRunner().invoke(main, [*verb, "--help"]).output
+    return frozenset(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", printed))
 
 
 def own_options(verb: str) -> frozenset[str]:
@@ -253,5 +253,5 @@ def known_options(words: list[str]) -> frozenset[str]:
 
 @functools.cache
 def example_options() -> tuple[str, ...]:
-    told = subprocess.run([sys.executable, str(ROOT / EXAMPLE), "--help"], capture_output=True, text=True, check=True)
-    return tuple(dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", told.stdout)))
+    shown = subprocess.run([sys.executable, str(ROOT / EXAMPLE), "--help"], capture_output=True, text=True, check=True)
+    return tuple(dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", shown.stdout)))

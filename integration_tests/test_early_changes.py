@@ -32,7 +32,7 @@ def changes_weights() -> list[str]:
         strategy.backward(model(torch.randn(8, 6)), model)
         strategy.optimizer_step(optimizer)
         optimizer.zero_grad()
-        said = []
+        messages = []
         for change in (
             lambda weight: weight.mul_(2.0),
             lambda weight: weight.to_local().mul_(2.0),
@@ -47,14 +47,14 @@ def changes_weights() -> list[str]:
             try:
                 snapshot.stage()
             except CheckpointError as error:
-                said.append(str(error).partition(" before")[0])
-        return said
+                messages.append(str(error).partition(" before")[0])
+        return messages
 
 
 def test_who_changes_sharded_weights_too_early_is_told(worlds: Any) -> None:
-    for said in worlds(2).run(changes_weights):
-        of = said[0].partition("[")[2].partition("]")[0]
-        assert said == [
+    for messages in worlds(2).run(changes_weights):
+        of = messages[0].partition("[")[2].partition("]")[0]
+        assert messages == [
             f"'model.first.weight[{of}]' was changed",
             f"'model.first.weight[{of}]' was changed",
             f"'optim.first.weight.momentum_buffer[{of}]' was changed",

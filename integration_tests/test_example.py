@@ -24,8 +24,8 @@ def trained(folder: Path, strategy: str, ranks: int) -> dict[str, float]:
     text = folder / "text.py"
     text.write_text("def double(x):\n    return 2 * x\n\n\n" * 1000)
     command = (sys.executable, "-m", "shard_core", "run", "--strategy", strategy, "--nproc-per-node", str(ranks))
-    told = ("--data", str(text), "--steps", str(STEPS), "--batch", "4", "--json")
-    printed = succeed(run(folder, *command, "--standalone", str(EXAMPLE), *told, settings=SETTINGS, timeout=240))
+    arguments = ("--data", str(text), "--steps", str(STEPS), "--batch", "4", "--json")
+    printed = succeed(run(folder, *command, "--standalone", str(EXAMPLE), *arguments, settings=SETTINGS, timeout=240))
     result: dict[str, float] = json.loads(printed.splitlines()[-1])
     return result
 

@@ -51,8 +51,8 @@ def test_from_pretrained_loads_what_was_trained(
     model.config.save_pretrained(tmp_path / "config")
     exported = export(tmp_path / "c", tmp_path / "out", config=tmp_path / "config", max_shard_size=40_000)
     assert len(exported.files) > 1
-    loaded, told = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    loaded, loading_info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
     state = loaded.state_dict()
     assert weights.keys() <= state.keys()
     for key, tensor in weights.items():

@@ -63,15 +63,15 @@ def save(name: str, folder: Path, wrapped: bool) -> tuple[dict[str, torch.Tensor
         if strategy.is_global_zero:
             module.save_pretrained(folder / "given", state_dict=dict(whole))
         strategy.barrier("given")
-        told = ""
+        message = ""
         try:
             if strategy.is_global_zero:
                 module.save_pretrained(folder / "alone")
             strategy.barrier("saved")
         except CollectiveError as error:
-            told = str(error)
+            message = str(error)
     assert "save_pretrained" not in vars(module), "teardown leaves the method to its class"
-    return whole, told
+    return whole, message
 
 
 def own(strategy: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -81,8 +81,8 @@ def own(strategy: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    loaded, told = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    loaded, loading_info = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     torch.testing.assert_close(dict(loaded.state_dict()), weights, rtol=0, atol=0)
 
@@ -93,8 +93,8 @@ def test_save_pretrained_writes_what_was_trained(
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     answers = worlds(2).run(save, name, tmp_path, name in ("deepspeed_stage_3", "fsdp"), timeout=120)
-    for _, told in answers:
-        assert ("module_state_dict" in told and "save_pretrained" in told) != STRATEGIES[name], told
+    for _, message in answers:
+        assert ("module_state_dict" in message and "save_pretrained" in message) != STRATEGIES[name], message
     for way in ("every", "given", *(["alone"] if STRATEGIES[name] else [])):
         check(tmp_path / way, answers[0][0])
 

@@ -42,8 +42,8 @@ def test_rows_of_one_run_join_those_of_another(tmp_path: Path) -> None:
 def test_a_figure_beyond_its_bound_is_named(figure: str) -> None:
     assert parity_table.broken({"gpt": Distance(**NEAR), "gpt2": "no plan"}) == []
     for beyond in (FAR[figure], float("nan")):
-        (said,) = parity_table.broken({"gpt": Distance(**NEAR), "llama": Distance(**{**NEAR, figure: beyond})})
-        assert said.startswith(f"llama: {figure} ")
+        (sentence,) = parity_table.broken({"gpt": Distance(**NEAR), "llama": Distance(**{**NEAR, figure: beyond})})
+        assert sentence.startswith(f"llama: {figure} ")
 
 
 def test_the_page_has_every_strategy_and_no_broken_bound() -> None:

@@ -98,9 +98,9 @@ def test_distribution_is_complete(folder):
 
 @each_distribution
 def test_changelog_tells_of_the_version(folder):
-    told = re.findall(r"^## (\d+\.\d+\.\d+)", (folder / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
-    assert told == sorted(told, key=Version, reverse=True)
-    assert told[0] == project(folder)["version"]
+    found = re.findall(r"^## (\d+\.\d+\.\d+)", (folder / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert found == sorted(found, key=Version, reverse=True)
+    assert found[0] == project(folder)["version"]
 
 
 @each_distribution
@@ -154,11 +154,11 @@ def test_layers_are_checked_among_the_distributions_found(tmp_path, room, import
     layers_of = noxfile()["layers_of"]
     (tmp_path / "layers.toml").write_text(layers_of(["shard-core", "shard-a", "shard-b"]))
     linter = (str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--config", "layers.toml")
-    told = subprocess.run(
+    found = subprocess.run(
         linter, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
-    assert re.findall(r"^(.*) BROKEN$", told.stdout, flags=re.MULTILINE) == broken
-    assert told.returncode == bool(broken)
+    assert re.findall(r"^(.*) BROKEN$", found.stdout, flags=re.MULTILINE) == broken
+    assert found.returncode == bool(broken)
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,9 @@ def test_all_ranks_resume_from_what_rank_0_sees(worlds: Any, tmp_path: Path, str
 
 
 def test_what_rank_0_cannot_look_at_is_an_error_on_every_rank(worlds: Any) -> None:
-    told = worlds(2).run(refuse, "ddp", "memori://run")
+    messages = worlds(2).run(refuse, "ddp", "memori://run")
     sentence = "'memori://run' is of a kind that fsspec does not know; did you mean 'memory'?"
-    assert all(each.startswith("InvalidOption") and each.endswith(f"rank 0: {sentence}") for each in told)
+    assert all(each.startswith("InvalidOption") and each.endswith(f"rank 0: {sentence}") for each in messages)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -46,5 +46,5 @@ def test_ranks_that_left_meet_again(tmp_path: Path) -> None:
     script = tmp_path / "after_one_another.py"
     script.write_text(AFTER_ONE_ANOTHER)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    told = succeed(run(ROOT, *torchrun, str(script), settings=SETTINGS, timeout=120))
-    assert sorted(told.split()) == sorted(["ddp:2", "fsdp:2", "fsdp:2", "ddp:2"] * 2)
+    output = succeed(run(ROOT, *torchrun, str(script), settings=SETTINGS, timeout=120))
+    assert sorted(output.split()) == sorted(["ddp:2", "fsdp:2", "fsdp:2", "ddp:2"] * 2)

@@ -19,8 +19,8 @@ TWO_RANKS = "not 1ranks and not 3ranks"
 
 
 def listed(environment: Environment, folder: Path) -> dict[str, str]:
-    told = succeed(environment.python("-m", "shard_core", "list", "--json", folder=folder))
-    return {each["name"]: each["package"] for each in json.loads(told)}
+    output = succeed(environment.python("-m", "shard_core", "list", "--json", folder=folder))
+    return {each["name"]: each["package"] for each in json.loads(output)}
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def new(folder: Path, *words: str):
 
 
 def test_a_new_backend_of_the_repository_is_found_and_told_of(repository):
-    told = succeed(new(repository, "my_own"))
-    assert 'python3 noxfile.py -s "conformance(shard-my-own)"' in told
+    output = succeed(new(repository, "my_own"))
+    assert 'python3 noxfile.py -s "conformance(shard-my-own)"' in output
     look = "import runpy; print(*runpy.run_path('noxfile.py')['DISTRIBUTIONS'])"
     assert "shard-my-own" in succeed(run(repository, sys.executable, "-c", look)).split()
     project = tomllib.loads((repository / "packages" / "shard-my-own" / "pyproject.toml").read_text())["project"]

@@ -59,10 +59,10 @@ def patched(text: str, diff: str) -> str:
     return text
 
 
-def missing(quoted: str, said: str) -> list[str]:
+def missing(quoted: str, output: str) -> list[str]:
     """List the lines that nobody said; ``...`` stands for anything."""
     patterns = {line: ".*".join(re.escape(part.strip()) for part in line.split("...")) for line in quoted.splitlines()}
-    return [line for line, pattern in patterns.items() if not re.search(pattern, said)]
+    return [line for line, pattern in patterns.items() if not re.search(pattern, output)]
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def test_the_kit_says_what_the_page_quotes(made, tmp_path, step):
     here = shutil.copytree(project, tmp_path / "step")
     (here / ENGINE).write_text(step.engine)
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", *PLACES[step.session], *step.chosen)
-    said = environment.python(*arguments, folder=here, sources=here / "src").stdout
-    assert missing(step.quoted, said) == [], said
+    output = environment.python(*arguments, folder=here, sources=here / "src").stdout
+    assert missing(step.quoted, output) == [], output
 
 
 def test_what_the_page_shows_is_what_is_made(made):
@@ -90,8 +90,8 @@ def test_what_the_page_shows_is_what_is_made(made):
     assert steps()[-1].engine == (project / ENGINE).read_text()
     (entry,) = PAGE.blocks("toml")
     assert entry.text in (project / "pyproject.toml").read_text()
-    told = [row[0] for row in PAGE.table("file", "what it is")]
-    assert [name for name in told if not (project / name).exists()] == []
+    files = [row[0] for row in PAGE.table("file", "what it is")]
+    assert [name for name in files if not (project / name).exists()] == []
     kept, excused = (block for block in PAGE.blocks("python") if block.file != ENGINE)
     assert kept.text == f"# {kept.file}\n" + (project / kept.file).read_text()
     (project / "excused.py").write_text(f"from shard_core.testing import Conformance\n\n{excused.text}")

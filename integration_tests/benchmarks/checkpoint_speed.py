@@ -102,8 +102,8 @@ def resharded(model: nn.Module) -> nn.Module:
     other = nn.Module()
     for name, parameter in model.named_parameters():
         whole = torch.zeros(parameter.shape)
-        cut = distribute_tensor(whole, parameter.device_mesh, [Shard(whole.dim() - 1)])
-        _set(other, name, nn.Parameter(cut))
+        resharded_parameter = distribute_tensor(whole, parameter.device_mesh, [Shard(whole.dim() - 1)])
+        _set(other, name, nn.Parameter(resharded_parameter))
     return other
 
 
@@ -134,7 +134,7 @@ def compare(strategy: Any, folder: Path, megabytes: int, rounds: int) -> tuple[M
     tensors = [each.to_local() if isinstance(each, DTensor) else each for each in [*live.parameters(), *slots]]
     total = sum(tensor.nbytes for tensor in tensors) * strategy.world_size
     other, raw, state = resharded(live), Writer(tensors), {"model": model, "optimizer": optimizer}
-    aside = dist.new_group()  # the saves in the background must not meet training's messages
+    side_channel = dist.new_group()  # the saves in the background must not meet training's messages
     results: Measured = {}
     steps: dict[str, Callable[[Path], object]] = {
         "save: raw write and fsync": raw.save,
@@ -160,7 +160,7 @@ def compare(strategy: Any, folder: Path, megabytes: int, rounds: int) -> tuple[M
                 step(path)
         with measured(results, "save in the background: DCP, until training goes on"):
             future = dcp.async_save(
-                _dcp_state(live, optimizer), checkpoint_id=folder / "dcp-background", process_group=aside
+                _dcp_state(live, optimizer), checkpoint_id=folder / "dcp-background", process_group=side_channel
             )
         train()
         future.result()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_loops import PER_BLOCK, Settings, Tuned, candidates
-from library_loops import PEERS
+from library_loops import LIBRARIES
 from raw_loops import Batch
 from rich.console import Console
 from rich.table import Table
@@ -68,7 +68,7 @@ def compare(
     best = best_by_hand(size, data[:2], rounds=2)
     loops: dict[str, Any] = {"ours": Ours(strategy, *size)}
     loops |= {f"by hand: {settings}": Tuned(built(size), settings) for settings in (*best, PER_BLOCK)}
-    loops |= {name: peer(built(size)) for name, peer in PEERS.items() if importlib.util.find_spec(peer.needs)}
+    loops |= {name: loop(built(size)) for name, loop in LIBRARIES.items() if importlib.util.find_spec(loop.needs)}
     for loop in loops.values():
         timed(loop, data[:3])
     results = race(loops, data, rounds)

@@ -43,8 +43,8 @@ def candidates() -> list[Settings]:
     """List every combination that makes a difference."""
     flags = (True, False)
     roots = [Settings(None, reshard, fused) for reshard, fused in itertools.product(flags, flags)]
-    cut = itertools.product((1, 2), flags, flags, (0, 1))
-    return roots + [Settings(*each) for each in cut]
+    wrapped = itertools.product((1, 2), flags, flags, (0, 1))
+    return roots + [Settings(*each) for each in wrapped]
 
 
 class Tuned(Raw):

@@ -29,12 +29,12 @@ class FabricLoop:
         from lightning.fabric import Fabric
         from lightning.fabric.strategies import ModelParallelStrategy
 
-        def cut(model: Any, mesh: Any) -> Any:
+        def shard_blocks(model: Any, mesh: Any) -> Any:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh["data_parallel"])
             return fully_shard(model, mesh=mesh["data_parallel"])
 
-        strategy = ModelParallelStrategy(cut, data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+        strategy = ModelParallelStrategy(shard_blocks, data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
         self.fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
         self.fabric.launch()
         self.model = self.fabric.setup(module)
@@ -81,4 +81,4 @@ class AccelerateLoop:
         return loss.item()
 
 
-PEERS = {"Lightning Fabric": FabricLoop, "Accelerate FSDP2": AccelerateLoop}
+LIBRARIES = {"Lightning Fabric": FabricLoop, "Accelerate FSDP2": AccelerateLoop}

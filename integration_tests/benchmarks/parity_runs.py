@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
-from shard_core.parity.batch import cut
 from shard_core.parity.batch import loss_of as loss_of_call
+from shard_core.parity.batch import part_of
 from shard_core.testing import models, oracle
 from shard_core.testing.training import set_up
 
@@ -58,7 +58,7 @@ def train_under(name: str, options: dict[str, Any], model: str, optimizer: str, 
         data = strategy.distributed_sampler_kwargs
         losses, norms = [], []
         for batch in batches(model, steps):
-            share = strategy.batch_to_device(cut(batch, data["rank"], data["num_replicas"]))
+            share = strategy.batch_to_device(part_of(batch, data["rank"], data["num_replicas"]))
             loss = loss_of_call(module, share)
             strategy.backward(loss, module)
             norms.append(float(strategy.clip_gradients_norm(module, stepped, CLIP)))

@@ -53,7 +53,7 @@ def test_options_reach_it(checkpoint, tmp_path):
 
 def test_arguments_that_cannot_be_used(checkpoint, tmp_path):
     out = tmp_path / "out"
-    for arguments, told in [
+    for arguments, message in [
         ((tmp_path, out), "it holds these checkpoints"),
         ((checkpoint, out, "--dtype", "int8"), "dtype 'int8' is none of"),
         ((checkpoint, out, "--max-shard-size", "much"), "'much' is no size; write it like 5GB"),
@@ -62,7 +62,7 @@ def test_arguments_that_cannot_be_used(checkpoint, tmp_path):
     ]:
         result = _export(*arguments)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert told in result.stderr
+        assert message in result.stderr
     assert not out.exists()
 
 

@@ -77,7 +77,7 @@ def test_json_is_all_of_it(run):
 def test_cheap_checks_find_what_is_missing_cut_or_overwritten(run):
     path = run / "step-2" / "model-00000-of-00001.safetensors"
     raw = path.read_bytes()
-    for change, told in [
+    for change, expected in [
         (raw[:-1], f"has {len(raw) - 1} bytes, but {len(raw)} were committed"),
         (raw[:8] + b"X" + raw[9:], f"the header of '{path.name}' is not the one that was written"),
         (None, "cannot be opened as a file of a checkpoint"),
@@ -88,7 +88,7 @@ def test_cheap_checks_find_what_is_missing_cut_or_overwritten(run):
         result = _inspect(run / "step-2", "--json")
         assert result.exit_code == 1
         (problem,) = json.loads(result.stdout)["integrity"]["problems"]
-        assert told in problem
+        assert expected in problem
         if change is None:
             path.touch()
     index = run / "step-1" / "index.safetensors"
@@ -115,10 +115,10 @@ def test_a_run_is_listed_with_what_died_in_it(run):
     assert rows["step-1"].endswith("committed 1 file of dead saves, 1 foreign file")
     assert rows["step-2"].split()[:2] == ["step-2", "2"]
     assert rows["step-3"].endswith("9 B not committed")
-    told = {each["path"]: each for each in json.loads(_inspect(run, "--json").stdout)["checkpoints"]}
-    assert [each["standing"] for each in told.values()] == ["committed", "committed", "not committed"]
-    assert told[str(run / "step-2")]["step"] == 2
-    assert told[str(run / "step-1")]["foreign"] == ["notes.txt"]
+    listed = {each["path"]: each for each in json.loads(_inspect(run, "--json").stdout)["checkpoints"]}
+    assert [each["standing"] for each in listed.values()] == ["committed", "committed", "not committed"]
+    assert listed[str(run / "step-2")]["step"] == 2
+    assert listed[str(run / "step-1")]["foreign"] == ["notes.txt"]
 
     (run / "step-2" / "manifest.json").write_bytes(b'{"format": "shard-checkpoint"')
     result = _inspect(run)

@@ -73,8 +73,8 @@ def test_storage_options(store):
     # A store of its own, in which nothing is.
     alone = _shard("verify", "memory://run/step-2", "--storage-option", "global_store=false")
     assert (alone.exit_code, "does not exist" in alone.stderr) == (2, True)
-    for said in ("global_store", "=x"):
-        refused = _shard("verify", "memory://run/step-2", "--storage-option", said)
+    for typed in ("global_store", "=x"):
+        refused = _shard("verify", "memory://run/step-2", "--storage-option", typed)
         assert refused.exit_code == 2
-        assert f"'{said}' is no option of a store; write it like KEY=VALUE" in refused.stderr
+        assert f"'{typed}' is no option of a store; write it like KEY=VALUE" in refused.stderr
     assert "leave them out" in _shard("compare", "run", "run", "--storage-option", "a=b").stderr

@@ -154,20 +154,20 @@ def test_the_fastest_that_trains_alike_is_named_and_all_are_shown(script, paces)
 
 
 def test_the_best_is_said_as_it_is_pasted(script, paces):
-    said = text(tune(script, *among("fast")))
-    assert "get_strategy('paced', among=('fast',), pace='fast', polished=True)" in said
-    assert "--option pace=fast --option polished=True" in said
+    output = text(tune(script, *among("fast")))
+    assert "get_strategy('paced', among=('fast',), pace='fast', polished=True)" in output
+    assert "--option pace=fast --option polished=True" in output
 
 
 def test_defaults_that_are_fastest_are_kept(script, paces):
-    said = text(tune(script, *among("slow")))
-    assert "Keep what you gave: no setting that trains the same is faster" in said
-    assert "get_strategy" not in said
+    output = text(tune(script, *among("slow")))
+    assert "Keep what you gave: no setting that trains the same is faster" in output
+    assert "get_strategy" not in output
 
 
 def test_what_the_user_has_said_is_kept(script, paces):
-    said = text(tune(script, "--option", "pace=slow", *among("fast")))
-    assert "Strategy 'paced' names no setting worth trying besides what you gave, for this model on 1 rank." in said
+    output = text(tune(script, "--option", "pace=slow", *among("fast")))
+    assert "Strategy 'paced' names no setting worth trying besides what you gave, for this model on 1 rank." in output
 
 
 def test_a_strategy_may_have_nothing_to_tune_and_is_timed_all_the_same(script):

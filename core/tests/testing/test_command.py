@@ -186,11 +186,11 @@ def test_of_ranks_that_hang_each_is_told_with_its_place(worlds):
     worlds(2).run(dist.get_rank)
     with pytest.raises(RankFailed) as failure:
         worlds(2).run(one_sleeps, timeout=6)
-    told = reason_of(failure.value)
-    assert "rank 0 did not return within 6 s, in test_command.py, line " in told
-    assert "in waits" in told
-    assert "rank 1 did not return within 6 s" in told
-    assert "in sleeps" in told
+    reason = reason_of(failure.value)
+    assert "rank 0 did not return within 6 s, in test_command.py, line " in reason
+    assert "in waits" in reason
+    assert "rank 1 did not return within 6 s" in reason
+    assert "in sleeps" in reason
 
 
 def one_sleeps():

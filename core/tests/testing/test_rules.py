@@ -85,7 +85,7 @@ def judge(pytester):
     return run
 
 
-def said(result):
+def output_of(result):
     return "\n".join([*result.outlines, *result.errlines])
 
 
@@ -115,8 +115,8 @@ def test_a_class_says_no_more_than_it_may(judge, line, sentence):
             {line}
     """)
     assert result.ret == pytest.ExitCode.INTERRUPTED
-    assert "RuleBroken" in said(result)
-    assert sentence in said(result)
+    assert "RuleBroken" in output_of(result)
+    assert sentence in output_of(result)
 
 
 EXCHANGED = {
@@ -183,7 +183,7 @@ EXCHANGED = {
 def test_a_promise_stays_what_it_is(judge, text, sentence):
     result = judge(text, "-k", "barrier_waits or version_range")
     assert result.ret in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
-    assert sentence in said(result)
+    assert sentence in output_of(result)
 
 
 def test_a_class_that_pytest_would_pass_over_is_refused(judge):
@@ -192,7 +192,7 @@ def test_a_class_that_pytest_would_pass_over_is_refused(judge):
             strategy = "single"
     """)
     assert result.ret == pytest.ExitCode.INTERRUPTED
-    assert "call it TestMineConformance" in said(result)
+    assert "call it TestMineConformance" in output_of(result)
 
 
 def test_what_is_left_out_elsewhere_shows_in_the_last_lines(judge, pytester):
@@ -222,7 +222,7 @@ def test_a_fixture_cannot_skip_promises(judge):
         *("-k", "version_range_is_declared"),
     )
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    assert "a promise can only be excused in known_failures" in said(result)
+    assert "a promise can only be excused in known_failures" in output_of(result)
 
 
 def test_an_excuse_holds_while_the_promise_is_broken(judge, strategies):
@@ -263,14 +263,14 @@ def test_what_a_promise_says_of_strategies_that_break_it(judge, strategies):
     classes = [f"class Test{name.title()}(Conformance):\n    strategy = {name!r}\n" for name in names]
     promises = "all_reduce_has_its or all_reduce_takes or wrong_operation or gathers or barrier_waits"
     result = judge("\n".join(classes), "-k", promises)
-    told = {line.split(" - ")[0].split("::", 1)[1]: line for line in result.outlines if line.startswith("FAILED")}
-    assert set(told) == {
+    failures = {line.split(" - ")[0].split("::", 1)[1]: line for line in result.outlines if line.startswith("FAILED")}
+    assert set(failures) == {
         "TestDoubling::test_all_reduce_has_its_operations[1ranks]",
         "TestHiding::test_gathers_with_gradients[1ranks]",
         "TestBoasting::test_gathers_with_gradients[1ranks]",
     }
-    assert "SYNC_GRADS is not declared" in said(result)
-    assert "the strategy refused what it should do: not today" in said(result)
+    assert "SYNC_GRADS is not declared" in output_of(result)
+    assert "the strategy refused what it should do: not today" in output_of(result)
     # What stands on the broken promise is not judged, and what does not is.
     (skipped,) = [line for line in result.outlines if line.startswith("SKIPPED")]
     assert skipped.startswith("SKIPPED [2]")

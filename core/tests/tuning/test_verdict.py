@@ -30,6 +30,6 @@ def row(ratio, *, noise=0.01, peak=1000, same=True):
     ],
 )
 def test_time_decides_and_memory_is_told(tried, best, says):
-    said = verdict(Result(rows=[DEFAULTS, tried], best=tried if best else None), "the defaults")
-    assert says in said
-    assert said.startswith("Fastest" if best else "Keep the defaults")
+    sentence = verdict(Result(rows=[DEFAULTS, tried], best=tried if best else None), "the defaults")
+    assert says in sentence
+    assert sentence.startswith("Fastest" if best else "Keep the defaults")

@@ -13,10 +13,10 @@ from torch import nn
 from shard_core import InvalidOption, SetupError, UnsupportedPrecision, get_strategy
 from shard_core.plugins import options_of
 from shard_deepspeed.config import STAGES, DeepSpeedConfig
-from shard_deepspeed.config.unsupported import LaterOptions
+from shard_deepspeed.config.unsupported import UnsupportedOptions
 from shard_deepspeed.engine_config import check_honoured
 
-_LATER = {option.name: option.default for option in options_of(LaterOptions)}
+_LATER = {option.name: option.default for option in options_of(UnsupportedOptions)}
 
 
 @pytest.mark.parametrize(

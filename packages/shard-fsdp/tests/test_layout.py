@@ -92,20 +92,20 @@ def test_words_of_the_older_wrapper_keep_their_meaning(
 
 
 def sizes_that_do_not_fit() -> list[str]:
-    said = []
+    messages = []
     meshes = {"device_mesh": (3, "auto")}, {"device_mesh": (2, 2)}, {"data_parallel_size": 4}
     for options in meshes:
         strategy = get_strategy("fsdp", **options)
         with pytest.raises(InvalidOption) as error:
             strategy.setup_environment()
-        said.append(str(error.value))
+        messages.append(str(error.value))
         strategy.teardown()
-    return said
+    return messages
 
 
 def test_sizes_that_do_not_fit_the_world_get_a_sentence(worlds: Any) -> None:
-    for said in worlds(2).run(sizes_that_do_not_fit):
-        assert said == [
+    for messages in worlds(2).run(sizes_that_do_not_fit):
+        assert messages == [
             "a mesh of replicate=3, shard=auto needs a multiple of 3 ranks, but there are 2; replicate=2 would fit.",
             "a mesh of replicate=2, shard=2 needs 4 ranks, but there are 2; replicate=1 or shard=1 would fit.",
             "a mesh of data_parallel=4 needs 4 ranks, but there are 2; data_parallel=2 would fit.",
@@ -113,19 +113,19 @@ def test_sizes_that_do_not_fit_the_world_get_a_sentence(worlds: Any) -> None:
 
 
 def meshes_that_do_not_fit() -> list[str]:
-    said = []
+    messages = []
     with get_strategy("ddp"):
         for ranks in ([1, 0], [0]):
             strategy = get_strategy("fsdp", device_mesh=DeviceMesh("cpu", ranks))
             with pytest.raises(InvalidOption) as error:
                 strategy.setup_environment()
-            said.append(str(error.value))
-    return said
+            messages.append(str(error.value))
+    return messages
 
 
 def test_meshes_that_do_not_fit_the_world_get_a_sentence(worlds: Any) -> None:
-    for said in worlds(2).run(meshes_that_do_not_fit):
-        assert said == [
+    for messages in worlds(2).run(meshes_that_do_not_fit):
+        assert messages == [
             "device_mesh is [1, 0]; let ranks ascend along each axis, as they do in torch's groups.",
             "device_mesh spans 1 of 2 ranks; give a mesh of all of them.",
         ]
@@ -258,8 +258,8 @@ def leaves_out(defer: str) -> str | bool:
 
 def test_no_gradient_is_left_behind(worlds: Any) -> None:
     assert worlds(2).run(leaves_out, "all") == [True, True]
-    for said in worlds(2).run(leaves_out, "auto"):
-        assert said.startswith("'blocks.2' ran in a micro-batch whose gradients were deferred, but not in the last")
+    for message in worlds(2).run(leaves_out, "auto"):
+        assert message.startswith("'blocks.2' ran in a micro-batch whose gradients were deferred, but not in the last")
 
 
 def waits(timeout: float) -> float | str:
@@ -281,6 +281,6 @@ def waits(timeout: float) -> float | str:
 
 @pytest.mark.long
 def test_the_timeout_holds_along_every_axis(worlds: Any) -> None:
-    told = worlds(4).run(waits, 3.0)
-    assert told[3] == "absent"
-    assert 2.0 < told[2] < 8.0
+    waited = worlds(4).run(waits, 3.0)
+    assert waited[3] == "absent"
+    assert 2.0 < waited[2] < 8.0

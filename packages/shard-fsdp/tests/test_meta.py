@@ -114,7 +114,7 @@ def refused(function: Any) -> str:
     ],
 )
 def test_nothing_is_left_to_chance(worlds: Any, function: Any, message: str) -> None:
-    assert all(message in said for said in worlds(2).run(refused, function))
+    assert all(message in answer for answer in worlds(2).run(refused, function))
 
 
 def loaded_on_rank_zero() -> str:
@@ -125,7 +125,7 @@ def loaded_on_rank_zero() -> str:
 
 def test_ranks_that_have_built_differently_are_told(worlds: Any) -> None:
     message = "'embedding.weight' is on the meta device on rank 0 or on rank 1, and not on the other"
-    assert all(message in said for said in worlds(2).run(loaded_on_rank_zero))
+    assert all(message in answer for answer in worlds(2).run(loaded_on_rank_zero))
 
 
 def test_what_was_recorded_needs_no_function(worlds: Any) -> None:

@@ -142,8 +142,8 @@ def casts_of_inputs(options: dict[str, Any]) -> str:
 
 def test_inputs_are_cast_unless_told_not_to(worlds: Any) -> None:
     assert worlds(2).run(casts_of_inputs, {"mixed_precision": MixedPrecision(param_dtype=BF16)}) == ["bfloat16"] * 2
-    for said in worlds(2).run(casts_of_inputs, {"mixed_precision": UNCAST}):
-        assert "must have the same dtype" in said
+    for message in worlds(2).run(casts_of_inputs, {"mixed_precision": UNCAST}):
+        assert "must have the same dtype" in message
 
 
 def losses(options: dict[str, Any]) -> list[float]:

@@ -41,7 +41,7 @@ KINDS = {"FSDP::all_gather": "gather", "FSDP::post_backward_reduce": "reduce"}
 def time_line(options: dict[str, Any]) -> tuple[list[str], list[str], float]:
     """Return what a forward and a backward did, in order."""
 
-    def told(seen: profile) -> list[str]:
+    def named(seen: profile) -> list[str]:
         lines = []
         for event in sorted(seen.events(), key=lambda event: event.time_range.start):
             kind, _, name = event.name.partition(" (")
@@ -60,7 +60,7 @@ def time_line(options: dict[str, Any]) -> tuple[list[str], list[str], float]:
             loss = model(torch.ones(2, 8))
         with profile(activities=[ProfilerActivity.CPU]) as backward:
             strategy.backward(loss, model)
-        return told(forward), told(backward), loss.item()
+        return named(forward), named(backward), loss.item()
 
 
 LATE_FORWARD = ["gather 0", "use 0", "gather 1", "use 1", "gather 2", "use 2"]

@@ -114,9 +114,9 @@ def test_weights_that_change_after_a_look_are_what_trains(
     worlds: Any, options: dict[str, Any], look: str, by_hand: bool
 ) -> None:
     plain, expected = plainly(by_hand)
-    told = worlds(2).run(train, options, look, by_hand)
-    mean = [sum(each) / 2 for each in zip(*(found for found, _ in told), strict=True)]
+    runs = worlds(2).run(train, options, look, by_hand)
+    mean = [sum(each) / 2 for each in zip(*(found for found, _ in runs), strict=True)]
     assert mean == pytest.approx(expected, rel=1e-6)
-    for _, weights in told:
+    for _, weights in runs:
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-7, msg=name)

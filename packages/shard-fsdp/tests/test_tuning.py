@@ -40,8 +40,8 @@ def proposed(*bests: dict[str, Any], ranks: int = 2, module: nn.Module | None = 
 
 def test_units_differ_and_prefetching_is_tried_on_the_best_of_them() -> None:
     layouts, prefetching = proposed({"unit_bytes": 1, "reshard_after_forward": False})
-    cuts = [len(find_units(blocks(), each["unit_bytes"])) for each in layouts]
-    assert cuts == [0, 8, 8, 4, 4]
+    counts = [len(find_units(blocks(), each["unit_bytes"])) for each in layouts]
+    assert counts == [0, 8, 8, 4, 4]
     assert [each.get("reshard_after_forward") for each in layouts] == [None, None, False, None, False]
     assert prefetching == [
         {"unit_bytes": 1, "reshard_after_forward": False, "forward_prefetch": True},

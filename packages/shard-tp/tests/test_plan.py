@@ -81,7 +81,7 @@ def tied(plan: dict[str, Any]) -> Any:
     return set_up(plan, tied=True)
 
 
-@pytest.mark.parametrize(("function", "plan", "kind", "said"), [
+@pytest.mark.parametrize(("function", "plan", "kind", "message_part"), [
     (set_up, {"layers.2": "rowwise"}, "InvalidOption", "'layers.2', which no submodule matches; did you mean"),
     (narrow, {"layers.0": GATHERED}, "SetupError", "layers.0.weight has 7 rows, which do not divide over"),
     (narrow, {"layers.1": "rowwise"}, "SetupError", "layers.1.weight has 7 columns, which do not divide over"),
@@ -90,11 +90,11 @@ def tied(plan: dict[str, Any]) -> Any:
     (tied, {"layers.0": GATHERED}, "SetupError", "'layers.0.weight' and 'layers.1.weight' are one parameter"),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_refused(
-    worlds: Any, function: Any, plan: dict[str, Any], kind: str, said: str
+    worlds: Any, function: Any, plan: dict[str, Any], kind: str, message_part: str
 ) -> None:
     for found_kind, message in worlds(2).run(function, plan):
         assert found_kind == kind
-        assert said in message
+        assert message_part in message
 
 
 def test_ties_that_are_split_alike_stay_ties(worlds: Any) -> None:
@@ -143,14 +143,14 @@ def test_a_group_of_one_looks_at_the_plan_too(worlds: Any) -> None:
     assert "'layers.2', which no submodule matches" in message
 
 
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("options", "message_part"), [
     ({"plan": {"layers.0": "colwyse"}}, "'colwyse'; did you mean 'colwise'?"),
     ({"plan": {"layers.0": "colwise"}}, r"no module is 'rowwise' to take it; give the layer that follows 'rowwise'"),
     ({"devices": 3, "tensor_parallel_size": 2}, "needs a multiple of 2 ranks, but there are 3"),
     ({"devices": 4, "tensor_parallel_size": 2, "data_parallel_size": 1}, "needs 2 ranks, but there are 4"),
 ])  # fmt: skip
-def test_what_no_rank_is_needed_for_is_refused_before_any_starts(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidOption, match=said):
+def test_what_no_rank_is_needed_for_is_refused_before_any_starts(options: dict[str, Any], message_part: str) -> None:
+    with pytest.raises(InvalidOption, match=message_part):
         get_strategy("tp", **options)
 
 

@@ -41,7 +41,7 @@ def test_sizes_make_the_mesh_and_the_samplers(
         assert sampler == {"num_replicas": replicas, "rank": rank}
 
 
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; give a number of ranks from 1 up, or 'auto'"),
     ({"plan": "own"}, "plan is 'own'; give a dict"),
     ({"plan": {}, "parallelize_fn": print}, "plan and parallelize_fn are both given"),
@@ -52,8 +52,8 @@ def test_sizes_make_the_mesh_and_the_samplers(
     ({"reshard_after_forward": 1}, "reshard_after_forward is 1; give True, False or None"),
     ({"plan": {0: "colwise"}}, "plan names 0; a submodule's name is a str"),
 ])  # fmt: skip
-def test_options_are_checked(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidOption, match=said):
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
         get_strategy("tp", **options)
 
 

@@ -126,16 +126,16 @@ STORIES: dict[str, tuple[Callable[[Story], None], Any]] = {
 }
 
 
-def told(strategy: Any, name: str, make: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    tell, start = STORIES[name]
+def run_story(strategy: Any, name: str, make: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    story_steps, start = STORIES[name]
     story = Story(strategy, make, start)
-    tell(story)
+    story_steps(story)
     return story.norms, strategy.module_state_dict(story.model)
 
 
 def tell_all(strategy_name: str, make: Any) -> dict[str, Any]:
     with get_strategy(strategy_name, accelerator="xla", auto_wrap_policy={Block}) as strategy:
-        return {name: told(strategy, name, make) for name in STORIES}
+        return {name: run_story(strategy, name, make) for name in STORIES}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_is_done_by_hand_comes_out_as_in_plain_pytorch(worlds: Any, strateg
     first, *_ = worlds(ranks, environment).run(tell_all, name, make, timeout=240)
     wrong = []
     for story, (norms, weights) in first.items():
-        true_norms, true_weights = told(Plain(), story, make)
+        true_norms, true_weights = run_story(Plain(), story, make)
         try:
             oracle.assert_same_numbers("norm", norms, true_norms, 1e-5)
             oracle.assert_same_weights(weights, true_weights, 1e-5)

@@ -12,11 +12,11 @@ from shard_xla.plugin import shard_unavailable
 ASK = """
 import importlib.metadata, sys
 real = importlib.metadata.version
-told = dict(pair.split("=") for pair in sys.argv[1].split(",") if pair)
+pretended = dict(pair.split("=") for pair in sys.argv[1].split(",") if pair)
 def version(name):
-    if told.get(name) == "none":
+    if pretended.get(name) == "none":
         raise importlib.metadata.PackageNotFoundError(name)
-    return told.get(name) or real(name)
+    return pretended.get(name) or real(name)
 importlib.metadata.version = version
 from shard_core import StrategyUnavailable, get_strategy
 try:

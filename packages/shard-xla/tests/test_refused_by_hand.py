@@ -132,6 +132,6 @@ def messages(strategy_name: str, acts: list[Any]) -> list[str]:
 )
 def test_what_would_be_lost_is_refused_on_every_rank(worlds: Any, strategy: Any, refused: dict[Any, str]) -> None:
     name, ranks, environment = strategy
-    for said in worlds(ranks, environment).run(messages, name, list(refused), timeout=240):
-        for (act, sentence), message in zip(refused.items(), said, strict=True):
+    for answers in worlds(ranks, environment).run(messages, name, list(refused), timeout=240):
+        for (act, sentence), message in zip(refused.items(), answers, strict=True):
             assert sentence in message, act.__name__

@@ -95,8 +95,8 @@ def with_nothing() -> nn.Module:
 
 @pytest.mark.parametrize(("make", "chosen", "units"), [*UNITS, (with_nothing, {"auto_wrap_policy": {Block}}, 4)])
 def test_spread_units_train_like_plain_pytorch(worlds: Any, make: Any, chosen: dict[str, Any], units: int) -> None:
-    told = {"name": "xla_spmd", "accelerator": "xla", **chosen}
-    assert_like_plain(worlds(1, spread_over(4)).run(train, make, told, timeout=240), make, units)
+    arguments = {"name": "xla_spmd", "accelerator": "xla", **chosen}
+    assert_like_plain(worlds(1, spread_over(4)).run(train, make, arguments, timeout=240), make, units)
 
 
 def count_forwards(chosen: dict[str, Any]) -> list[int]:
@@ -147,8 +147,8 @@ def test_a_class_that_the_model_lacks_is_an_error(worlds: Any, name: str, option
     ],
 )
 def test_upstreams_options_do_not_change_the_result(worlds: Any, chosen: dict[str, Any]) -> None:
-    told = options(auto_wrap_policy={Block}, **chosen)
-    assert_like_plain(worlds(2, HASTY).run(train, Blocks, told, timeout=240), Blocks, 4)
+    arguments = options(auto_wrap_policy={Block}, **chosen)
+    assert_like_plain(worlds(2, HASTY).run(train, Blocks, arguments, timeout=240), Blocks, 4)
 
 
 class Broken(Dataset[torch.Tensor]):
@@ -226,8 +226,8 @@ def step_by_hand(chosen: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def test_weights_are_whole_while_a_step_is_under_way(worlds: Any) -> None:
     truth = oracle.train(lambda: models.make("plain"), sgd, models.batches("plain", STEPS, 12))
-    told = {"name": "xla_spmd", "accelerator": "xla"}
-    (weights,) = worlds(1, spread_over(4)).run(step_by_hand, told, timeout=240)
+    arguments = {"name": "xla_spmd", "accelerator": "xla"}
+    (weights,) = worlds(1, spread_over(4)).run(step_by_hand, arguments, timeout=240)
     oracle.assert_same_weights(weights, truth.weights, 1e-5)
 
 

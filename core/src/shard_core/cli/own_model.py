@@ -57,12 +57,12 @@ def takes_a_model(function: F) -> F:
     return function
 
 
-def make_recipe(folder: str, said: Mapping[str, Any], **more: Any) -> Recipe:
-    """Read what the user has said of a model.
+def make_recipe(folder: str, args: Mapping[str, Any], **more: Any) -> Recipe:
+    """Build a recipe from a command's arguments.
 
     Args:
         folder: Where initial weights and the batch are put for the ranks.
-        said: The command's arguments.
+        args: The command's arguments.
         more: Other fields of the recipe.
 
     Raises:
@@ -72,11 +72,11 @@ def make_recipe(folder: str, said: Mapping[str, Any], **more: Any) -> Recipe:
     from shard_core.parity.script import ScriptFunction
 
     return Recipe(
-        make_model=ScriptFunction.of(said["make_model"]),
-        make_batch=ScriptFunction.of(said["batch"]) if said["batch"] else None,
-        loss=ScriptFunction.of(said["loss"], "output", "batch") if said["loss"] else None,
-        optimizer=optimizer_named(said["optimizer"]),
-        seed=said["seed"],
+        make_model=ScriptFunction.of(args["make_model"]),
+        make_batch=ScriptFunction.of(args["batch"]) if args["batch"] else None,
+        loss=ScriptFunction.of(args["loss"], "output", "batch") if args["loss"] else None,
+        optimizer=optimizer_named(args["optimizer"]),
+        seed=args["seed"],
         folder=folder,
         **more,
     )
@@ -124,7 +124,7 @@ def _users_frames(error: Exception) -> str:
     """Format a traceback from the user's own frames on, if there are any: what called them is of no use there."""
     from shard_core.parity.script import is_script
 
-    told = traceback.TracebackException.from_exception(error)
-    first = next((place for place, frame in enumerate(told.stack) if is_script(frame.filename)), 0)
-    del told.stack[:first]
-    return "".join(told.format())
+    trace = traceback.TracebackException.from_exception(error)
+    first = next((place for place, frame in enumerate(trace.stack) if is_script(frame.filename)), 0)
+    del trace.stack[:first]
+    return "".join(trace.format())

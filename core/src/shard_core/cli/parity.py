@@ -35,28 +35,28 @@ _RANDOM = (
 @click.option("--tolerance", type=click.FloatRange(min=0.0), help="Relative difference allowed; else by precision.")
 @click.option("--train-mode", is_flag=True, help="Leave the model in training mode: with dropout, say.")
 @click.pass_context
-def command(context: click.Context, /, strategy: str, assignments: Sequence[tuple[str, str]], **said: Any) -> None:
+def command(context: click.Context, /, strategy: str, assignments: Sequence[tuple[str, str]], **args: Any) -> None:
     """Train your own model in plain PyTorch and under a strategy, and name the first parameter that differs.
 
     MAKE_MODEL returns the model, or the model and a batch: a tensor, a tuple of arguments or a dict of keyword
     arguments, whose tensors begin with the samples. The exit status is 0 if both are the same, 1 if they differ, 2 if
     nothing could be compared.
     """
-    with other_output_on_stderr(said["as_json"]), unusable("nothing could be compared"):
-        result = _check(strategy, values_of(assignments, plugins.find(strategy).options), said)
-    if said["as_json"]:
-        click.echo(json.dumps(_card(strategy, said, result), indent=2))
+    with other_output_on_stderr(args["as_json"]), unusable("nothing could be compared"):
+        result = _check(strategy, values_of(assignments, plugins.find(strategy).options), args)
+    if args["as_json"]:
+        click.echo(json.dumps(_card(strategy, args, result), indent=2))
     else:
-        _print(strategy, said, result)
+        _print(strategy, args, result)
     context.exit(0 if result.verdict.same else _DIFFERS)
 
 
-def _check(name: str, options: dict[str, Any], said: dict[str, Any]) -> Result:
+def _check(name: str, options: dict[str, Any], args: dict[str, Any]) -> Result:
     from shard_core.precision.policies import resolve_name
     from shard_core.selection import get_strategy
 
-    said["precision"] = resolve_name(said["precision"])
-    run = {key: said[key] for key in ("devices", "accelerator", "precision")}
+    args["precision"] = resolve_name(args["precision"])
+    run = {key: args[key] for key in ("devices", "accelerator", "precision")}
 
     def make_strategy() -> Strategy:
         return get_strategy(name, **run, **options)
@@ -68,11 +68,11 @@ def _check(name: str, options: dict[str, Any], said: dict[str, Any]) -> Result:
 
     with tempfile.TemporaryDirectory(prefix="shard-parity-") as folder, _status() as announce:
         return check(
-            make_recipe(folder, said, steps=said["steps"], train_mode=said["train_mode"]),
+            make_recipe(folder, args, steps=args["steps"], train_mode=args["train_mode"]),
             make_strategy,
-            precision=said["precision"],
-            device=torch.device("cuda" if said["accelerator"] in ("cuda", "gpu") else "cpu"),
-            tolerance=said["tolerance"],
+            precision=args["precision"],
+            device=torch.device("cuda" if args["accelerator"] in ("cuda", "gpu") else "cpu"),
+            tolerance=args["tolerance"],
             announce=announce,
         )
 
@@ -86,12 +86,12 @@ def _status() -> Iterator[Callable[[str], None]]:
         yield lambda what: status.update(f"running {what}")
 
 
-def _card(strategy: str, said: dict[str, Any], result: Result) -> dict[str, Any]:
+def _card(strategy: str, args: dict[str, Any], result: Result) -> dict[str, Any]:
     return {
         "strategy": strategy,
-        "devices": said["devices"],
+        "devices": args["devices"],
         "data_ranks": result.data_ranks,
-        "precision": said["precision"],
+        "precision": args["precision"],
         "same": result.verdict.same,
         "first": result.verdict.first,
         "says": result.verdict.says,
@@ -107,7 +107,7 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _print(strategy: str, said: dict[str, Any], result: Result) -> None:
+def _print(strategy: str, args: dict[str, Any], result: Result) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Column, Table
@@ -119,10 +119,10 @@ def _print(strategy: str, said: dict[str, Any], result: Result) -> None:
         verdict = Text("same", "green") if row.same else Text("differs", "bold red")
         table.add_row(row.what, *numbers, f"{row.difference:.1e}", f"{row.allowed:.1e}", verdict)
     console = Console(highlight=False)
-    mode = "training mode" if said["train_mode"] else "eval mode"
-    ranks = f"{said['devices']} rank{'s' * (said['devices'] != 1)}"
-    console.print(f"{said['make_model']} under {strategy} on {ranks}, {said['precision']}, {mode}", markup=False)
+    mode = "training mode" if args["train_mode"] else "eval mode"
+    ranks = f"{args['devices']} rank{'s' * (args['devices'] != 1)}"
+    console.print(f"{args['make_model']} under {strategy} on {ranks}, {args['precision']}, {mode}", markup=False)
     console.print(table)
     console.print(Text(result.verdict.says))
-    if said["train_mode"]:
+    if args["train_mode"]:
         console.print(_RANDOM, markup=False)

@@ -35,29 +35,29 @@ if TYPE_CHECKING:
 )
 @click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Timed steps in a turn.")
 @click.option("--warm-up", type=click.IntRange(min=1), default=2, show_default=True, help="Steps before them.")
-def command(strategy: str, assignments: Sequence[tuple[str, str]], **said: Any) -> None:
+def command(strategy: str, assignments: Sequence[tuple[str, str]], **args: Any) -> None:
     """Train your own model for a few steps under settings of a strategy, and name the fastest.
 
     MAKE_MODEL returns the model, or the model and a batch: a tensor, a tuple of arguments or a dict of keyword
     arguments, whose tensors begin with the samples. What --option says is kept. The exit status is 0, or 2 if nothing
     could be measured.
     """
-    with other_output_on_stderr(said["as_json"]), unusable("nothing could be measured"):
+    with other_output_on_stderr(args["as_json"]), unusable("nothing could be measured"):
         options = values_of(assignments, plugins.find(strategy).options)
-        result = _tune(strategy, options, said)
-    said = {**said, "strategy": strategy, "options": options}
-    if said["as_json"]:
-        click.echo(json.dumps(_card(said, result), indent=2))
+        result = _tune(strategy, options, args)
+    args = {**args, "strategy": strategy, "options": options}
+    if args["as_json"]:
+        click.echo(json.dumps(_card(args, result), indent=2))
     else:
-        _print(said, result)
+        _print(args, result)
 
 
-def _tune(name: str, options: Mapping[str, Any], said: dict[str, Any]) -> Result:
+def _tune(name: str, options: Mapping[str, Any], args: dict[str, Any]) -> Result:
     from shard_core.precision.policies import resolve_name
     from shard_core.selection import get_strategy
 
-    said["precision"] = resolve_name(said["precision"])
-    run = {key: said[key] for key in ("devices", "accelerator", "precision")}
+    args["precision"] = resolve_name(args["precision"])
+    run = {key: args[key] for key in ("devices", "accelerator", "precision")}
     get_strategy(name, **run, **options)  # what it is told is checked before the user's script is imported
 
     from shard_core.tuning.experiment import Experiment
@@ -65,11 +65,11 @@ def _tune(name: str, options: Mapping[str, Any], said: dict[str, Any]) -> Result
     from shard_core.tuning.search import search
 
     with tempfile.TemporaryDirectory(prefix="shard-tune-") as folder:
-        recipe = make_recipe(folder, said, rate=1e-3, train_mode=True)
+        recipe = make_recipe(folder, args, rate=1e-3, train_mode=True)
         experiment = Experiment(
-            recipe=recipe, strategy=name, run=run, options=options, warm_up=said["warm_up"], steps=said["steps"]
+            recipe=recipe, strategy=name, run=run, options=options, warm_up=args["warm_up"], steps=args["steps"]
         )
-        rounds = Rounds(experiment, times=said["rounds"])
+        rounds = Rounds(experiment, times=args["rounds"])
         with _bar(rounds):
             return search(experiment, rounds, recipe.prepare())
 
@@ -95,11 +95,11 @@ def _bar(rounds: Rounds) -> Iterator[None]:
         yield
 
 
-def _card(said: Mapping[str, Any], result: Result) -> dict[str, Any]:
+def _card(args: Mapping[str, Any], result: Result) -> dict[str, Any]:
     return {
-        **{key: said[key] for key in ("strategy", "devices", "precision", "options", "rounds", "steps", "warm_up")},
+        **{key: args[key] for key in ("strategy", "devices", "precision", "options", "rounds", "steps", "warm_up")},
         "best": None if result.best is None else result.best.setting,
-        "says": _sentence(said, result),
+        "says": _sentence(args, result),
         "rows": [_row(row) for row in result.rows],
     }
 
@@ -112,30 +112,30 @@ def _row(row: Outcome) -> dict[str, Any]:
     }
 
 
-def _sentence(said: Mapping[str, Any], result: Result) -> str:
-    base, where = _base(said), _where(said)
+def _sentence(args: Mapping[str, Any], result: Result) -> str:
+    base, where = _base(args), _where(args)
     if len(result.rows) == 1:
-        return f"Strategy {said['strategy']!r} names no setting worth trying besides {base}, for this model{where}."
+        return f"Strategy {args['strategy']!r} names no setting worth trying besides {base}, for this model{where}."
     return verdict(result, base)
 
 
-def _print(said: Mapping[str, Any], result: Result) -> None:
+def _print(args: Mapping[str, Any], result: Result) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    console.print(f"{said['make_model']} under {said['strategy']}{_where(said)}, {said['precision']}", markup=False)
-    console.print(_table(said, result))
-    console.print(Text(_sentence(said, result)))
+    console.print(f"{args['make_model']} under {args['strategy']}{_where(args)}, {args['precision']}", markup=False)
+    console.print(_table(args, result))
+    console.print(Text(_sentence(args, result)))
     if result.best is not None:
-        options = {**said["options"], **result.best.setting}
-        arguments = {"precision": said["precision"], **options} if said["precision"] != "32-true" else options
-        console.print(Text(f"\nget_strategy({said['strategy']!r}, {spelled(arguments)})", "bold"), soft_wrap=True)
+        options = {**args["options"], **result.best.setting}
+        shown = {"precision": args["precision"], **options} if args["precision"] != "32-true" else options
+        console.print(Text(f"\nget_strategy({args['strategy']!r}, {spelled(shown)})", "bold"), soft_wrap=True)
         typed = (shlex.quote(f"{name}={value}") for name, value in options.items())
         console.print(Text(" ".join(f"--option {each}" for each in typed)), soft_wrap=True)
 
 
-def _table(said: Mapping[str, Any], result: Result) -> Table:
+def _table(args: Mapping[str, Any], result: Result) -> Table:
     from rich import box
     from rich.table import Column, Table
     from rich.text import Text
@@ -143,7 +143,7 @@ def _table(said: Mapping[str, Any], result: Result) -> Table:
     columns = (Column(heading, justify="right") for heading in ("ms per step", "ratio", "peak memory"))
     table = Table(Column("setting", overflow="fold"), *columns, "", box=box.SIMPLE_HEAD)
     for row in result.rows:
-        name = spelled(row.setting) or _base(said)
+        name = spelled(row.setting) or _base(args)
         if row.problem is not None:
             table.add_row(name, "", "", "", Text(row.problem, "red"))
             continue
@@ -155,12 +155,12 @@ def _table(said: Mapping[str, Any], result: Result) -> Table:
     return table
 
 
-def _where(said: Mapping[str, Any]) -> str:
-    return f" on {said['devices']} rank{'s' * (said['devices'] != 1)}"
+def _where(args: Mapping[str, Any]) -> str:
+    return f" on {args['devices']} rank{'s' * (args['devices'] != 1)}"
 
 
-def _base(said: Mapping[str, Any]) -> str:
-    return "what you gave" if said["options"] else "the defaults"
+def _base(args: Mapping[str, Any]) -> str:
+    return "what you gave" if args["options"] else "the defaults"
 
 
 def _size(count: int | None) -> str:

@@ -54,7 +54,7 @@ def samples_in(batch: Any) -> int:
     return next(len(tensor) for _, tensor in _tensors(batch, "batch") if tensor.ndim)
 
 
-def cut(batch: Any, part: int, parts: int) -> Any:
+def part_of(batch: Any, part: int, parts: int) -> Any:
     """Slice one of several equal parts out of a batch.
 
     Args:

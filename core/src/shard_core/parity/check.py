@@ -11,7 +11,7 @@ import torch
 
 from shard_core.errors import InvalidOption
 from shard_core.parity import plain
-from shard_core.parity.batch import cut, reversed_samples, to_device
+from shard_core.parity.batch import part_of, reversed_samples, to_device
 from shard_core.parity.comparison import Row, Yardstick, compare
 from shard_core.parity.ranks import run_under
 from shard_core.parity.verdict import InParts, Runs, Verdict, judge
@@ -90,11 +90,11 @@ def check(
         probe = dataclasses.replace(recipe, optimizer="sgd")
         mine.gradients.update(run_under(make_strategy(), probe)[0].gradients)
     announce("plain PyTorch, in another order")
-    parts = (
-        [cut(batch, part, data_ranks) for part in range(data_ranks)] if data_ranks > 1 else [reversed_samples(batch)]
-    )
+    parts = [part_of(batch, rank, data_ranks) for rank in range(data_ranks)]
+    if data_ranks == 1:
+        parts = [reversed_samples(batch)]
     again = _plain(recipe, parts, numbers, device)
-    is_mean = data_ranks == 1 or _alike(again, truth, bound)
+    is_mean = data_ranks == 1 or _agree(again, truth, bound)
     yardstick = Yardstick(tolerance=bound, again=again if is_mean else None, initial=initial)
     rows = compare(mine, truth, yardstick)
     in_parts = None if is_mean else InParts(run=again, rows=compare(mine, again, yardstick), count=data_ranks)
@@ -147,7 +147,7 @@ def _numbers(precision: str) -> plain.Numbers:
     )
 
 
-def _alike(parts: plain.Run, whole: plain.Run, bound: float) -> bool:
+def _agree(parts: plain.Run, whole: plain.Run, bound: float) -> bool:
     """Check whether a batch in parts has the loss and the gradient of the whole, as means over samples have."""
     losses = abs(parts.losses[0] - whole.losses[0]) <= bound * abs(whole.losses[0])
     same_names = parts.gradients.keys() == whole.gradients.keys()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.errors import InvalidOption
-from shard_core.parity.batch import cut, samples_in
+from shard_core.parity.batch import part_of, samples_in
 from shard_core.parity.plain import Run
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def train(strategy: Strategy, recipe: Recipe) -> tuple[int, str]:
     model = recipe.model()
     optimizer = recipe.make_optimizer(model)
     module, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
-    share = strategy.batch_to_device(cut(batch, rank, data_ranks))
+    share = strategy.batch_to_device(part_of(batch, rank, data_ranks))
     run = Run(losses=[], norms=[], gradients={}, weights={})
     first = recipe.optimizer == "sgd"
     for _ in range(recipe.steps):

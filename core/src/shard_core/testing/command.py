@@ -164,7 +164,7 @@ def _run(
     from shard_core.testing.report import Reporter
 
     text = _FILE.format(strategy=info.name, options=dict(options), world_sizes=sizes, device=device)
-    with tempfile.TemporaryDirectory(prefix="shard-kit-") as folder, _progress() as on_case, _no_foreign_settings():
+    with tempfile.TemporaryDirectory(prefix="shard-kit-") as folder, _progress() as on_case, _without_outer_settings():
         test = Path(folder, "test_strategy.py")
         test.write_text(text)
         settings = Path(folder, "pytest.ini")
@@ -186,7 +186,7 @@ def _why(reporter: Reporter, code: int) -> str:
 
 
 @contextlib.contextmanager
-def _no_foreign_settings() -> Iterator[None]:
+def _without_outer_settings() -> Iterator[None]:
     """Keep pytest from what the environment and other packages would have it do."""
     before = dict(os.environ)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

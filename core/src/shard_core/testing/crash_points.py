@@ -25,7 +25,7 @@ Listing = dict[str, tuple[int, int, int]]
 class CrashPoints:
     """Copies a folder each time a process is about to change something in it.
 
-    A process that is killed leaves behind what its file operations before that point made, so each copy is
+    A process that is killed leaves what its file operations before that point made, so each copy is
     what a kill there would leave. Where a file is about to be opened for writing there is a second copy in
     which it is open and empty. Whoever opens files does so under the interpreter's own audit events, whatever
     library it uses; only code that bypasses the interpreter is not seen.
@@ -85,13 +85,13 @@ def crash_points(folder: Path, copies: Path) -> Iterator[CrashPoints]:
         What was found; complete after the block.
     """
     watch = CrashPoints(folder, copies)
-    with _heard(watch.before, folder):
+    with _recorded(watch.before, folder):
         yield watch
     watch.copy()
 
 
 @contextmanager
-def death(folder: Path, change: int) -> Iterator[None]:
+def crash(folder: Path, change: int) -> Iterator[None]:
     """Kill this process at one of the operations in a block that change something in a folder.
 
     Args:
@@ -106,29 +106,29 @@ def death(folder: Path, change: int) -> Iterator[None]:
         if count == change:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with _heard(tick, folder):
+    with _recorded(tick, folder):
         yield
 
 
 @contextmanager
-def _heard(listener: Callable[[str, tuple[Any, ...]], None], folder: Path) -> Iterator[None]:
-    ear = _ear()
-    ear.listener, ear.folder = listener, folder
+def _recorded(listener: Callable[[str, tuple[Any, ...]], None], folder: Path) -> Iterator[None]:
+    hook = _audit_hook()
+    hook.listener, hook.folder = listener, folder
     try:
         yield
     finally:
-        ear.listener = None
+        hook.listener = None
 
 
-class _Ear:
-    """The one audit hook of this process; it can never be removed, so it can be deaf."""
+class _AuditHook:
+    """The one audit hook of this process; it can never be removed, only switched off."""
 
     def __init__(self) -> None:
         self.listener: Callable[[str, tuple[Any, ...]], None] | None = None
         self.folder = Path()
         self._at_it = threading.Lock()
 
-    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Report the events that change files."""
         listener = self.listener
         if listener is None or not (event in _CHANGES or _opened(event, arguments, self.folder)):
@@ -141,10 +141,10 @@ class _Ear:
 
 
 @functools.cache
-def _ear() -> _Ear:
-    ear = _Ear()
-    sys.addaudithook(ear.hear)
-    return ear
+def _audit_hook() -> _AuditHook:
+    hook = _AuditHook()
+    sys.addaudithook(hook)
+    return hook
 
 
 def _opened(event: str, arguments: tuple[Any, ...], folder: Path) -> Path | None:

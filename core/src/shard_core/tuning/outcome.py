@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def is_faster(self) -> bool:
-        """Return whether it trains as the defaults do, and is faster by more than chance and by what is worth an option."""
+        """Return whether it trains as the defaults do, faster by more than chance and by what is worth an option."""
         return self.same_loss and 1 - self.ratio > max(WORTH, self.noise)
 
     @property

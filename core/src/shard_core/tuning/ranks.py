@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.errors import InvalidOption
-from shard_core.parity.batch import cut, samples_in
+from shard_core.parity.batch import part_of, samples_in
 from shard_core.tuning.ledger import Measured
 from shard_core.tuning.memory import weigh
 
@@ -64,7 +64,7 @@ def _measure(experiment: Experiment, trial: Trial) -> Measured:
         model = recipe.model()
         optimizer = recipe.make_optimizer(model)
         module, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
-        share = strategy.batch_to_device(cut(batch, rank, data_ranks))
+        share = strategy.batch_to_device(part_of(batch, rank, data_ranks))
 
         def step() -> float:
             loss = recipe.loss_of(module, share)

@@ -109,5 +109,5 @@ def _sentence(error: Exception) -> str:
     """Format what went wrong, without the traceback that may follow."""
     if isinstance(error, RankFailed) and error.sentence:
         return error.sentence
-    said = str(error).partition("\n")[0]
-    return said if isinstance(error, ShardError) else f"{type(error).__name__}: {said}"
+    first_line = str(error).partition("\n")[0]
+    return first_line if isinstance(error, ShardError) else f"{type(error).__name__}: {first_line}"

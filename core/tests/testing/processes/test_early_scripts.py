@@ -73,10 +73,10 @@ def test_what_a_script_is_told_reaches_it_and_what_it_prints_is_its_own(scripts)
         + "note([sys.argv[1:], os.environ['COLOUR'], pathlib.Path(__file__).with_name('options.pickle').read_text()])\n"
         + "sys.exit('gave up')"
     )
-    told = Script(text=text, arguments=("--fast",), pickled=b"options", environment=(("COLOUR", "red"),))
+    given = Script(text=text, arguments=("--fast",), pickled=b"options", environment=(("COLOUR", "red"),))
     quiet = Script(text="print('all is well')")
-    scripts.start([told, quiet])
-    run = scripts.result(told)
+    scripts.start([given, quiet])
+    run = scripts.result(given)
     assert run.notes == {"it": [["--fast"], "red", "options"]}
     assert (run.outcome.exit_code, run.outcome.errors.strip()) == (1, "gave up")
     assert str(scripts.result(quiet).outcome) == "it ended with exit code 0; it printed:\nall is well\n"
@@ -118,9 +118,9 @@ def test_time_begins_with_a_death_however_long_starting_took(scripts, monkeypatc
     )
     scripts.start([slow, hanging, undead])
     assert scripts.result(slow).outcome.exit_code == 0
-    for script, said in ((hanging, "dead"), (undead, "alive")):
+    for script, state in ((hanging, "dead"), (undead, "alive")):
         outcome = scripts.result(script).outcome
-        assert (outcome.exit_code, outcome.output.strip()) == (None, said)
+        assert (outcome.exit_code, outcome.output.strip()) == (None, state)
 
 
 def test_a_script_in_which_nobody_dies_is_ended_too(scripts, monkeypatch):

@@ -16,10 +16,10 @@ _LONGEST = 1500
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_Clerk(config.rootpath))
+    config.pluginmanager.register(_Recorder(config.rootpath))
 
 
-class _Clerk:
+class _Recorder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._trials = json.loads((folder / "trials.json").read_text())

@@ -11,7 +11,7 @@ from shard_core.plugins import StrategyInfo, hookimpl
 from shard_core.strategies.plugin import DDP
 
 #: What a rogue says differently from ddp.
-_SAID: dict[str, dict[str, Any]] = {
+_METADATA: dict[str, dict[str, Any]] = {
     "silent_option": {"options": (*DDP.options, Option(name="speed", type="int", default=1, help=""))},
     # ddp refuses parameters without a gradient unless it is told to look for them.
     "fills_missing_gradients": {"presets": {"find_unused_parameters": True}},
@@ -28,7 +28,7 @@ _SAID: dict[str, dict[str, Any]] = {
 @hookimpl
 def shard_strategy(name: str) -> StrategyInfo:
     return dataclasses.replace(
-        DDP, **{"name": name, "summary": name.replace("_", " "), "factory": FACTORIES[name], **_SAID.get(name, {})}
+        DDP, **{"name": name, "summary": name.replace("_", " "), "factory": FACTORIES[name], **_METADATA.get(name, {})}
     )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shard_deepspeed.config import DeepSpeedConfig
 
 
-def settings(config: DeepSpeedConfig, parameter: str = "float32") -> dict[str, Any]:
+def engine_config(config: DeepSpeedConfig, parameter: str = "float32") -> dict[str, Any]:
     """Write the options down as DeepSpeed reads them.
 
     Clipping, accumulation and precision are the strategy's: the engine is told to leave them alone.
@@ -35,7 +35,7 @@ def settings(config: DeepSpeedConfig, parameter: str = "float32") -> dict[str, A
     }
     if stage in (1, 2):
         zero["compute_grad_norm"] = False
-    told = {
+    ds_config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
@@ -44,11 +44,11 @@ def settings(config: DeepSpeedConfig, parameter: str = "float32") -> dict[str, A
         "zero_optimization": zero,
     }
     if parameter == "bfloat16":
-        told["bf16"] = {"enabled": True}
+        ds_config["bf16"] = {"enabled": True}
         if stage == 3:
             # Where gradients add up. At stages 1 and 2 parts do that by themselves.
-            told["data_types"] = {"grad_accum_dtype": "fp32"}
-    return told
+            ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return ds_config
 
 
 def check_honoured(engine: Any, config: DeepSpeedConfig) -> None:

@@ -14,7 +14,7 @@ from shard_core.backend import ProcessGroupCollectives, fast_step, send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
-from shard_deepspeed.engine_config import check_honoured, settings
+from shard_deepspeed.engine_config import check_honoured, engine_config
 from shard_deepspeed.plugin import DEEPSPEED
 from shard_deepspeed.tuning import worth_trying
 from shard_deepspeed.zero import ZeroModule, is_trained
@@ -100,7 +100,7 @@ class DeepSpeedStrategy(Strategy):
         self._environment.enter_context(_versions.own_device(self.root_device))
         # DeepSpeed wants an optimizer to shard for; the user's come later, one or several, and take the steps.
         stand_in = torch.optim.SGD(trained, lr=0.0)
-        told = settings(self.config, self.precision.policy.parameter)
+        ds_config = engine_config(self.config, self.precision.policy.parameter)
         # Read again at every step; without LOCAL_SIZE stage 3 on CPU starts a program to count devices each time.
         local_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
         for name, value in (("LOCAL_RANK", str(self.local_rank)), ("LOCAL_SIZE", local_size)):
@@ -110,7 +110,7 @@ class DeepSpeedStrategy(Strategy):
             _versions.no_compiler(deepspeed),
             _versions.one_dimension(module.parameters()),
         ):
-            engine, *_ = deepspeed.initialize(model=module, optimizer=stand_in, config=told)
+            engine, *_ = deepspeed.initialize(model=module, optimizer=stand_in, config=ds_config)
         if engine.device.index not in (None, self.root_device.index):
             raise SetupError(f"DeepSpeed computes on {engine.device}, not on this rank's device, {self.root_device}.")
         engine.set_gradient_accumulation_boundary(True)
@@ -169,7 +169,7 @@ class DeepSpeedStrategy(Strategy):
         """Step this rank's parts and bring them to all ranks."""
         modules = self._stepped_by(optimizer)
         for zero in modules:
-            zero.take_edits()
+            zero.copy_writes()
             if closure is None:
                 zero.check_averaged(optimizer)
 
@@ -213,7 +213,7 @@ class DeepSpeedStrategy(Strategy):
         """Describe this rank's parts."""
         sharded = [self._zero[module] for module in modules.values() if module in self._zero]
         for zero in sharded:
-            zero.take_edits()
+            zero.copy_writes()
             for optimizer in optimizers.values():
                 zero.adopt(optimizer)
         return ZeroState(

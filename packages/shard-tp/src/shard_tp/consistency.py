@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 #: Integers of each size, to read any tensor's bits as numbers.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Far more than the order of a sum changes a gradient, and far less than a part differs from another part.
-_APART = 1e-2
+_TOLERANCE = 1e-2
 
 
-class Alike:
+class ConsistencyCheck:
     """Compares between the ranks of one group, at the price of one small message each time.
 
     Args:
@@ -66,13 +66,13 @@ class Alike:
             SetupError: On all ranks, naming the first.
         """
         wholes = {name: each.tensor for name, each in gradients.items() if not self._splits(each)}
-        apart: list[str] = []
+        different: list[str] = []
         if wholes:
             marks = [torch.stack([each.sum(dtype=torch.float64), each.double().norm()]) for each in wholes.values()]
             low, high = self._extremes(torch.stack(marks))
-            differs = ((high - low).amax(1) > _APART * high[:, 1]).tolist()
-            apart = [name for name, differ in zip(wholes, differs, strict=True) if differ]
-        found = [name for names in self._collectives.gather_objects(apart) for name in names]
+            differs = ((high - low).amax(1) > _TOLERANCE * high[:, 1]).tolist()
+            different = [name for name, differ in zip(wholes, differs, strict=True) if differ]
+        found = [name for names in self._collectives.gather_objects(different) for name in names]
         if found:
             raise SetupError(
                 f"the gradient of {found[0]!r} differs between ranks of a tensor-parallel group, which each hold it "

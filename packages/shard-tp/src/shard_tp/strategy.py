@@ -19,7 +19,7 @@ from shard_core.backend import (
 )
 from shard_core.plugins import DATA_AXIS, MeshShape
 from shard_tp.config import TPConfig
-from shard_tp.consistency import Alike
+from shard_tp.consistency import ConsistencyCheck
 from shard_tp.plan import apply_plan, check_styles, own_plan, split_by
 from shard_tp.plugin import TP
 from shard_tp.tuning import worth_trying
@@ -49,7 +49,7 @@ class TPStrategy(TorchEngine, Strategy):
     config_type = TPConfig
     config: TPConfig
     _sharding: FullySharder
-    _alike: Alike
+    _consistency: ConsistencyCheck
     _modules: weakref.WeakSet[torch.nn.Module]
     _trusted: weakref.WeakSet[torch.optim.Optimizer]
 
@@ -84,7 +84,7 @@ class TPStrategy(TorchEngine, Strategy):
             units=functools.partial(find_units, unit_bytes=self.config.unit_bytes),
             reshard_after_forward=self.config.reshard_after_forward,
         )
-        self._alike = Alike(mesh[TENSOR_AXIS], self.collectives, self.root_device)
+        self._consistency = ConsistencyCheck(mesh[TENSOR_AXIS], self.collectives, self.root_device)
         self._modules, self._trusted = weakref.WeakSet(), weakref.WeakSet()
         return mesh
 
@@ -116,7 +116,7 @@ class TPStrategy(TorchEngine, Strategy):
         """Step the optimizer; the first time, see that what is whole in a group has one gradient there."""
         self._sharding.reshard()
         if closure is None and optimizer not in self._trusted and self._tensor_mesh.size() > 1:
-            self._alike.check_gradients(self._named_gradients(optimizer))
+            self._consistency.check_gradients(self._named_gradients(optimizer))
             self._trusted.add(optimizer)
         super().engine_step(optimizer, closure, **kwargs)
 
@@ -156,7 +156,7 @@ class TPStrategy(TorchEngine, Strategy):
 
     def _check_batch(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
-        self._alike.check_batch((args, kwargs))
+        self._consistency.check_batch((args, kwargs))
 
     def _named_gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, LocalGradient]:
         names = {id(p): name for module in self._modules for name, p in module.named_parameters()}

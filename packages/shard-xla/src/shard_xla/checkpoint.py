@@ -201,9 +201,9 @@ class SpreadState(DeviceState):
         self._parts.append((spread, parts))
         found = []
         for part in (part for part in parts if part.replica_id == 0):
-            view = part.data[tuple(slice(0, cut.stop - cut.start) for cut in part.indices)]
+            view = part.data[tuple(slice(0, index.stop - index.start) for index in part.indices)]
             if view.numel():
-                offsets = tuple(cut.start for cut in part.indices)
+                offsets = tuple(index.start for index in part.indices)
                 found.append(TensorShard(key=key, shape=shape, offsets=offsets, view=view))
         return found
 

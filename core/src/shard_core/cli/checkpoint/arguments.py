@@ -77,8 +77,8 @@ class StorageOption(click.ParamType[tuple[str, Any]]):
         return key, text if type(read) in (int, float) else read
 
 
-def _as_dict(_context: click.Context, _param: click.Parameter, said: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    return dict(said)
+def _as_dict(_context: click.Context, _param: click.Parameter, pairs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return dict(pairs)
 
 
 #: What every verb takes that may be given a URL.

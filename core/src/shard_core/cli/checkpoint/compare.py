@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @storage_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def command(context: click.Context, /, first: str, second: str, as_json: bool, **said: Any) -> None:
+def command(context: click.Context, /, first: str, second: str, as_json: bool, **args: Any) -> None:
     """List every tensor, optimizer group and value in which the checkpoints FIRST and SECOND differ.
 
     How they were written makes no difference: form, world size and strategy may be unlike. The exit status is 0 if they
@@ -37,8 +37,8 @@ def command(context: click.Context, /, first: str, second: str, as_json: bool, *
     """
     from shard_core.checkpoint.inspection.compare import compare
 
-    with naming_a_checkpoint(), progress("comparing", size) as tell:
-        comparison = compare(first, second, progress=tell, **said)
+    with naming_a_checkpoint(), progress("comparing", size) as report:
+        comparison = compare(first, second, progress=report, **args)
     if as_json:
         click.echo(json.dumps(_card(comparison), indent=2))
     else:
@@ -56,13 +56,13 @@ def _card(comparison: Comparison) -> dict[str, Any]:
 
 
 def _print(comparison: Comparison) -> None:
-    told = f"{number(comparison.tensors, 'tensor')}, {size(comparison.bytes)}"
+    summary = f"{number(comparison.tensors, 'tensor')}, {size(comparison.bytes)}"
     within = "" if comparison.tolerance is None else f" within {comparison.tolerance:g}"
     if comparison.same:
-        click.echo(f"{comparison.first} and {comparison.second} hold the same{within} ({told}).")
+        click.echo(f"{comparison.first} and {comparison.second} hold the same{within} ({summary}).")
         return
     click.echo(f"first:  {comparison.first}")
     click.echo(f"second: {comparison.second}")
-    click.echo(f"{number(len(comparison.differences), 'difference')} ({told} in both):")
+    click.echo(f"{number(len(comparison.differences), 'difference')} ({summary} in both):")
     for difference in comparison.differences:
         click.echo(f"- {difference.kind} {difference.name}: {difference.problem}")

@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace an export that stands there.")
 @storage_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(path: str, out: str, as_json: bool, **said: Any) -> None:
+def command(path: str, out: str, as_json: bool, **args: Any) -> None:
     """Write the weights in the checkpoint at PATH into the new folder OUT, as from_pretrained loads them.
 
     Safetensors files, an index where there are several, and a configuration if one is given. The exit status is 0 if
     all went well, 1 if the checkpoint is damaged or OUT cannot be written, 2 if the arguments cannot be used.
     """
-    with naming_a_checkpoint(), progress("exporting", size) as tell:
+    with naming_a_checkpoint(), progress("exporting", size) as report:
         from shard_core.checkpoint.interop.hf_export import export
 
-        exported = export(path, out, progress=tell, **said)
+        exported = export(path, out, progress=report, **args)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(exported), indent=2))
     else:
-        _print(exported, with_config=said["config"] is not None)
+        _print(exported, with_config=args["config"] is not None)
 
 
 def _print(exported: Exported, *, with_config: bool) -> None:
-    told = f"{number(exported.tensors, 'tensor')}, {size(exported.bytes)}, {', '.join(exported.dtypes)}"
-    click.echo(f"{exported.path}: {number(len(exported.files), 'file')} of weights ({told}).")
+    summary = f"{number(exported.tensors, 'tensor')}, {size(exported.bytes)}, {', '.join(exported.dtypes)}"
+    click.echo(f"{exported.path}: {number(len(exported.files), 'file')} of weights ({summary}).")
     for name, first in exported.tied.items():
         click.echo(f"- {name} is tied to {first}, which stands for both.")
     if not with_config:

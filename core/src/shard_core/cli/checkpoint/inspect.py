@@ -60,8 +60,8 @@ def command(context: click.Context, path: str, tensors: bool, as_json: bool, sto
 def _inspect(path: str, storage_options: dict[str, Any]) -> Inspection:
     from shard_core.checkpoint.inspection.inspect import inspect
 
-    with progress("inspecting", lambda count: number(int(count), "file")) as tell:
-        return inspect(path, tell, storage_options=storage_options)
+    with progress("inspecting", lambda count: number(int(count), "file")) as report:
+        return inspect(path, report, storage_options=storage_options)
 
 
 def _print_entries_json(path: str, entries: Sequence[RunEntry]) -> None:
@@ -128,8 +128,8 @@ def _print(inspection: Inspection, tensors: bool) -> None:
 
     click.echo(inspection.path)
     table = Table.grid(padding=(0, 2))
-    for name, told, style in _rows(inspection):
-        table.add_row(Text(name), Text(told, style))
+    for name, text, style in _rows(inspection):
+        table.add_row(Text(name), Text(text, style))
     console = Console(highlight=False, markup=False)
     console.print(table)
     if tensors:
@@ -166,8 +166,8 @@ def _rows(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
     for kind, summary in inspection.kinds.items():
         if summary.tensors:
             dtypes = ", ".join(f"{count} {dtype}" for dtype, count in summary.dtypes.items())
-            told = f"{number(summary.tensors, 'tensor')} ({dtypes}), {number(summary.elements, 'element')}"
-            yield _KINDS[kind], f"{told}, {size(summary.bytes)}", ""
+            text = f"{number(summary.tensors, 'tensor')} ({dtypes}), {number(summary.elements, 'element')}"
+            yield _KINDS[kind], f"{text}, {size(summary.bytes)}", ""
     yield "modules", ", ".join(inspection.modules) or "none", ""
     for alias, key in inspection.aliases.items():
         yield "tied", f"{alias} = {key}", ""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @storage_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; goes with --yes or --dry-run.")
 @click.pass_context
-def command(context: click.Context, /, folder: str, keep_last: int | None, keep_every: int | None, **said: Any) -> None:
+def command(context: click.Context, /, folder: str, keep_last: int | None, keep_every: int | None, **args: Any) -> None:
     """Remove old checkpoints from RUN_FOLDER, and files of saves that died a day ago or longer.
 
     The newest checkpoint always stays, and so does any folder that holds a file no save made. Without --keep-last and
@@ -42,15 +42,15 @@ def command(context: click.Context, /, folder: str, keep_last: int | None, keep_
     rule = Retention(keep_last=keep_last or 1, keep_every=keep_every) if keep_last or keep_every else None
     with naming_a_checkpoint():
         decisions = decide(
-            run_entries(folder, storage_options=said["storage_options"]),
+            run_entries(folder, storage_options=args["storage_options"]),
             rule,
-            safe_age=0.0 if said["leftovers"] else SAFE_AGE,
+            safe_age=0.0 if args["leftovers"] else SAFE_AGE,
         )
-    as_json, dry_run = said["as_json"], said["dry_run"]
+    as_json, dry_run = args["as_json"], args["dry_run"]
     chosen = [decision for decision in decisions if decision.removes != "nothing"]
     if not as_json:
         _print(decisions, chosen)
-    if chosen and not dry_run and not said["yes"]:
+    if chosen and not dry_run and not args["yes"]:
         _ask(folder, chosen, as_json)
     failures = {} if dry_run else _remove(chosen)
     if as_json:
@@ -76,7 +76,7 @@ def _remove(chosen: Sequence[Decision]) -> dict[str, str]:
     from shard_core.checkpoint.retention.removal import remove_entry, remove_leftovers
 
     failures = {}
-    with progress("removing", size) as tell:
+    with progress("removing", size) as report:
         done, total = 0, sum(decision.bytes for decision in chosen)
         for decision in chosen:
             try:
@@ -87,7 +87,7 @@ def _remove(chosen: Sequence[Decision]) -> dict[str, str]:
             except CheckpointError as error:
                 failures[str(decision.entry.path)] = str(error)
             done += decision.bytes
-            tell(done, total)
+            report(done, total)
     return failures
 
 

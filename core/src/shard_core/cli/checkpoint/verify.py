@@ -28,8 +28,8 @@ def command(context: click.Context, path: str, as_json: bool, storage_options: d
     """
     from shard_core.checkpoint.inspection.verify import verify
 
-    with naming_a_checkpoint(), progress("verifying", size) as tell:
-        verdict = verify(path, tell, storage_options=storage_options)
+    with naming_a_checkpoint(), progress("verifying", size) as report:
+        verdict = verify(path, report, storage_options=storage_options)
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(verdict), "is_fine": verdict.is_fine}, indent=2))
     else:
@@ -38,11 +38,11 @@ def command(context: click.Context, path: str, as_json: bool, storage_options: d
 
 
 def _print(verdict: Verdict) -> None:
-    told = f"{verdict.tensors} tensors, {verdict.bytes / 1e6:.1f} MB"
+    summary = f"{verdict.tensors} tensors, {verdict.bytes / 1e6:.1f} MB"
     if verdict.is_fine:
-        click.echo(f"{verdict.path}: fine ({told}).")
+        click.echo(f"{verdict.path}: fine ({summary}).")
         return
-    click.echo(f"{verdict.path}: damaged ({told}).")
+    click.echo(f"{verdict.path}: damaged ({summary}).")
     for damage in verdict.damage:
         place = f" in {damage.file}" if damage.file else ""
         click.echo(f"- {damage.tensor or 'the checkpoint'}{place}: {damage.problem}")

@@ -97,15 +97,15 @@ def _start(script: Script, folder: Path) -> PythonRun:
 
 def _follow(run: PythonRun, script: Script, folder: tempfile.TemporaryDirectory[str]) -> ScriptRun:
     with folder:
-        outcome = _outcome_after_death(run, script, Path(folder.name)) if script.dies else run.outcome(_LONGEST_SECONDS)
+        outcome = _outcome_after_crash(run, script, Path(folder.name)) if script.dies else run.outcome(_LONGEST_SECONDS)
         notes = {path.stem: json.loads(path.read_text()) for path in Path(folder.name).glob("*.json")}
     return ScriptRun(outcome=outcome, notes=notes)
 
 
-def _outcome_after_death(run: PythonRun, script: Script, folder: Path) -> Outcome:
+def _outcome_after_crash(run: PythonRun, script: Script, folder: Path) -> Outcome:
     """Wait for a script whose time begins with the death of one of its processes, however long starting takes."""
     ended = threading.Event()
-    watch = threading.Thread(target=_end_after_death, args=(run, script, folder / script.dies, ended), daemon=True)
+    watch = threading.Thread(target=_kill_after_crash, args=(run, script, folder / script.dies, ended), daemon=True)
     watch.start()
     try:
         return run.outcome(None)
@@ -114,7 +114,7 @@ def _outcome_after_death(run: PythonRun, script: Script, folder: Path) -> Outcom
         watch.join()
 
 
-def _end_after_death(run: PythonRun, script: Script, lock: Path, ended: threading.Event) -> None:
+def _kill_after_crash(run: PythonRun, script: Script, lock: Path, ended: threading.Event) -> None:
     start = time.monotonic()
     if _comes_true(lock.exists, _LONGEST_SECONDS, ended):
         # A machine that was slow to start ranks is slow to end them.

@@ -6,7 +6,7 @@ import dataclasses
 
 from shard_core import InvalidOption
 from shard_core.plugins import option
-from shard_deepspeed.config.unsupported import LaterOptions
+from shard_deepspeed.config.unsupported import UnsupportedOptions
 
 _FLAGS = (
     "zero_optimization",
@@ -42,7 +42,7 @@ class ZeroOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig(LaterOptions, ZeroOptions):
+class DeepSpeedConfig(UnsupportedOptions, ZeroOptions):
     """Options of ``deepspeed`` and ``deepspeed_stage_1`` to ``3``.
 
     Raises:

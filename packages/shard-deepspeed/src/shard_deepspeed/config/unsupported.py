@@ -70,7 +70,7 @@ _REASONS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaterOptions(LossScaleOptions, ActivationOptions, OffloadOptions):
+class UnsupportedOptions(LossScaleOptions, ActivationOptions, OffloadOptions):
     """All of them; a value other than the default is refused.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from shard_core import SetupError
 
 
-class GradientElsewhere(torch.Tensor):
+class GradientProxy(torch.Tensor):
     """A gradient's shape without its values: thrown away, zeroed or scaled, it is the part's; all else is refused.
 
     Without it ``p.grad`` of a module's parameter would be None between a backward and a step, and loops over gradients,
@@ -24,7 +24,7 @@ class GradientElsewhere(torch.Tensor):
     _part: torch.Tensor
 
     @staticmethod
-    def __new__(cls: type[GradientElsewhere], parameter: torch.Tensor, part: torch.Tensor) -> GradientElsewhere:
+    def __new__(cls: type[GradientProxy], parameter: torch.Tensor, part: torch.Tensor) -> GradientProxy:
         """Allocate one element's memory, whatever the shape."""
         made = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
         made._part = part

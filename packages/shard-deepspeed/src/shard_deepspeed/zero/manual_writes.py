@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Held:
+class PartitionedParameter:
     """A parameter of which this rank holds a part.
 
     Attributes:
@@ -39,7 +39,7 @@ class Held:
         return self.parameter._version, 0 if shard is None else shard._version, self.part.values._version
 
 
-class Edits:
+class ManualWrites:
     """Takes what users write into a module's parameters into the parts, as if there were no parts.
 
     Args:
@@ -47,7 +47,7 @@ class Edits:
         held: Those of which this rank holds a part.
     """
 
-    def __init__(self, layout: Partitions, held: Iterable[Held]) -> None:
+    def __init__(self, layout: Partitions, held: Iterable[PartitionedParameter]) -> None:
         self._layout = layout
         self._held = list(held)
         self.record()

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from shard_core import SetupError
 from shard_core.backend import LocalGradient, NoInferenceMode
 from shard_deepspeed import _versions
-from shard_deepspeed.zero.manual_writes import Edits, Held
+from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
 from shard_deepspeed.zero.partitions import partitions, shard_part
-from shard_deepspeed.zero.trained_parameter import Trained
+from shard_deepspeed.zero.trained_parameter import TrainedParameter
 
 if TYPE_CHECKING:
     from shard_core.backend import FlatPart, ParameterNames
@@ -41,21 +41,21 @@ class ZeroModule:
         self.deferring = False
         self._module = module
         self._layout = partitions(engine, rank)
-        self._trained: dict[int, Trained] = {}
+        self._trained: dict[int, TrainedParameter] = {}
         self._parts: dict[int, FlatPart] = {}
         held = []
         for name, parameter in module.named_parameters():
             stored = _versions.stored_shard(parameter)
             if is_trained(parameter):
                 part = self._layout.part(parameter)
-                self._trained[id(parameter)] = Trained(name=name, parameter=parameter, part=part)
+                self._trained[id(parameter)] = TrainedParameter(name=name, parameter=parameter, part=part)
             elif stored is not None:
                 part = shard_part(parameter, stored, rank)
             else:
                 continue
             self._parts[id(parameter)] = part
-            held.append(Held(name=name, parameter=parameter, part=part))
-        self._edits = Edits(self._layout, held)
+            held.append(PartitionedParameter(name=name, parameter=parameter, part=part))
+        self._writes = ManualWrites(self._layout, held)
         self._stepped = {id(each.part.values) for each in self._trained.values()}
         self._hooks: list[Any] = [
             each.parameter.register_post_accumulate_grad_hook(each.note) for each in self._trained.values()
@@ -97,7 +97,7 @@ class ZeroModule:
                 group["params"][place] = part.values
                 if parameter in optimizer.state:
                     state = optimizer.state.pop(parameter)
-                    optimizer.state[part.values] = {slot: _cut(slot, value, part) for slot, value in state.items()}
+                    optimizer.state[part.values] = {slot: _slice(slot, value, part) for slot, value in state.items()}
 
     def make_ready(self) -> None:
         """Prepare a backward."""
@@ -123,16 +123,16 @@ class ZeroModule:
         del module, args
         self.follow_gradients()
         if self._layout.lets_go:
-            self.take_edits()
+            self.copy_writes()
 
     def follow_gradients(self) -> None:
         """Drop gradients that the module's parameters show no more."""
         for each in self._trained.values():
             each.follow_gradient()
 
-    def take_edits(self) -> None:
+    def copy_writes(self) -> None:
         """Copy what was written into the module's parameters into the parts."""
-        self._edits.take()
+        self._writes.take()
 
     def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer is not stepped without gradients that were made for it.
@@ -166,7 +166,7 @@ class ZeroModule:
     def publish(self) -> None:
         """Copy the parts' values, stepped or loaded, to all ranks."""
         self._layout.publish()
-        self._edits.record()
+        self._writes.record()
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -193,7 +193,7 @@ def is_trained(parameter: Any) -> bool:
     return bool(parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _cut(slot: str, value: Any, part: FlatPart) -> Any:
+def _slice(slot: str, value: Any, part: FlatPart) -> Any:
     """Slice a value of optimizer state to a part; what has not the parameter's shape is left alone."""
     is_count = slot == "step" and not part.shape
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape or is_count:

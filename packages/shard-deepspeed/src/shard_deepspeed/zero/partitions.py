@@ -13,7 +13,7 @@ from shard_core.backend import FlatPart
 from shard_deepspeed import _versions
 
 if TYPE_CHECKING:
-    from shard_deepspeed.zero.trained_parameter import Trained
+    from shard_deepspeed.zero.trained_parameter import TrainedParameter
 
 
 class Partitions(abc.ABC):
@@ -59,11 +59,11 @@ class Partitions(abc.ABC):
         del parameter, part, strayed
         return None
 
-    def make_ready(self, trained: Iterable[Trained]) -> None:
+    def make_ready(self, trained: Iterable[TrainedParameter]) -> None:
         """Prepare a backward whose gradients are to add to those the parts have."""
         del trained
 
-    def reduce(self, trained: Iterable[Trained]) -> None:
+    def reduce(self, trained: Iterable[TrainedParameter]) -> None:
         """Average, over all ranks, what a backward has left, and with it what deferred ones have."""
         del trained
         self._engine.allreduce_gradients()
@@ -71,7 +71,7 @@ class Partitions(abc.ABC):
             self._zero.backward_epilogue()
 
     @abc.abstractmethod
-    def collect(self, averaged: Sequence[Trained]) -> None:
+    def collect(self, averaged: Sequence[TrainedParameter]) -> None:
         """Add the gradients that were averaged to those of the parts."""
 
     @abc.abstractmethod
@@ -86,14 +86,14 @@ class Whole(Partitions):
         """Step the parameter itself."""
         return FlatPart(shape=tuple(parameter.shape), start=0, values=parameter)
 
-    def reduce(self, trained: Iterable[Trained]) -> None:
+    def reduce(self, trained: Iterable[TrainedParameter]) -> None:
         """Average gradients; those nobody has made are made up of zeros on the way, and go again."""
         without = [each.parameter for each in trained if each.parameter.grad is None]
         super().reduce(trained)
         for parameter in without:
             parameter.grad = None
 
-    def collect(self, averaged: Sequence[Trained]) -> None:
+    def collect(self, averaged: Sequence[TrainedParameter]) -> None:
         """Keep gradients where they are."""
 
     def publish(self) -> None:
@@ -144,7 +144,7 @@ class Runs(Flat):
             return None
         return place.view(-1)[part.start : part.start + part.values.numel()]
 
-    def reduce(self, trained: Iterable[Trained]) -> None:
+    def reduce(self, trained: Iterable[TrainedParameter]) -> None:
         """Average gradients, and with them those that only deferred backwards have made."""
         if self._zero.overlap_comm:
             for each in trained:
@@ -152,7 +152,7 @@ class Runs(Flat):
                     _versions.reduce_late(self._zero, each.parameter)
         super().reduce(trained)
 
-    def collect(self, averaged: Sequence[Trained]) -> None:
+    def collect(self, averaged: Sequence[TrainedParameter]) -> None:
         """Collect the tensors that DeepSpeed makes anew for every backward."""
         gradients = {id(p): gradient for p, gradient in _versions.take_averaged_gradients(self._zero)}
         for each in averaged:
@@ -195,14 +195,14 @@ class Shards(Flat):
             shard[: part.values.numel()].copy_(own)
         return own
 
-    def make_ready(self, trained: Iterable[Trained]) -> None:
+    def make_ready(self, trained: Iterable[TrainedParameter]) -> None:
         """Zero what is not to be added to: DeepSpeed adds gradients up in one place."""
         _versions.add_up(self._zero)
         for each in trained:
             if each.part.values.grad is None:
                 self._gradients[id(each.parameter)].zero_()
 
-    def collect(self, averaged: Sequence[Trained]) -> None:
+    def collect(self, averaged: Sequence[TrainedParameter]) -> None:
         """Show the place where gradients add up."""
         for each in averaged:
             each.part.values.grad = self._gradients[id(each.parameter)]

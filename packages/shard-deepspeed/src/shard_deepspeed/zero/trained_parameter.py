@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from shard_core import SetupError
-from shard_deepspeed.zero.gradient_proxy import GradientElsewhere
+from shard_deepspeed.zero.gradient_proxy import GradientProxy
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Trained:
+class TrainedParameter:
     """One trained parameter.
 
     A gradient stands in the part. The module's parameter shows that there is one, so that who throws it away there,
@@ -36,7 +36,7 @@ class Trained:
     reached: bool = False
     waits: bool = False
     shown: bool = False
-    _sign: GradientElsewhere | None = None
+    _proxy: GradientProxy | None = None
 
     def note(self, parameter: torch.Tensor) -> None:
         """Record a gradient, as a hook of autograd's."""
@@ -49,14 +49,14 @@ class Trained:
         if values is parameter:
             return
         if values.grad is not None and parameter.grad is None:
-            if self._sign is None or self._sign.shape != parameter.shape:  # at stage 3 it comes and goes
-                self._sign = GradientElsewhere(parameter, values)
-            parameter.grad = self._sign
+            if self._proxy is None or self._proxy.shape != parameter.shape:  # at stage 3 it comes and goes
+                self._proxy = GradientProxy(parameter, values)
+            parameter.grad = self._proxy
         self.shown = parameter.grad is not None
 
     def hide_gradient(self) -> None:
         """Remove the proxy, to leave room for what a backward makes."""
-        if self.shown and self.parameter.grad is self._sign:
+        if self.shown and self.parameter.grad is self._proxy:
             self.parameter.grad = None
             self.shown = False
 
@@ -71,7 +71,7 @@ class Trained:
             if self.shown:
                 values.grad = None
                 self.reached = self.waits = self.shown = False
-        elif gradient is self._sign:
+        elif gradient is self._proxy:
             if values.grad is None:
                 self.hide_gradient()
         elif not self.waits and values is not self.parameter:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class WholeParameter:
+class FullParameter:
     """A whole parameter and its shard, as they were last seen.
 
     Attributes:

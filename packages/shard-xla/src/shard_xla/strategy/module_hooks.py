@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 
 from shard_core import SetupError
 from shard_xla import _versions
-from shard_xla.strategy.full_parameter import WholeParameter
+from shard_xla.strategy.full_parameter import FullParameter
 from shard_xla.strategy.units import units_of
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class WholeParameters:
+class FullParameterHooks:
     """Watches a sharded module's forwards and backwards for what users did by hand before them.
 
     Upstream looks at a parameter once, when it is sharded, and takes every forward to be followed by one backward.
@@ -35,7 +35,7 @@ class WholeParameters:
         self.root: Any = root
         self._units = list(units_of(root))
         self._parameters = [
-            WholeParameter(name=names[id(shard)], whole=whole, shard=shard)
+            FullParameter(name=names[id(shard)], whole=whole, shard=shard)
             for unit in self._units
             for whole, shard in _versions.whole_and_shards(unit)
         ]

@@ -169,7 +169,7 @@ def take_whole_values(module: nn.Module, layout: Layout, rank: int) -> None:
         rank: This rank.
     """
 
-    def cut(module: nn.Module, values: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def slice_values(module: nn.Module, values: dict[str, Any], prefix: str, *rest: Any) -> None:
         del rest
         shards = layout.parameters
         names = {prefix + key: without_wrappers(key) for key in module.state_dict(keep_vars=True)}
@@ -181,7 +181,7 @@ def take_whole_values(module: nn.Module, layout: Layout, rank: int) -> None:
             if tuple(values[key].shape) == layout.shape_of(name):
                 values[key] = flat_part(values[key], shards[name], rank=rank)
 
-    module.register_load_state_dict_pre_hook(cut)
+    module.register_load_state_dict_pre_hook(slice_values)
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

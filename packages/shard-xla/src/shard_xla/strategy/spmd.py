@@ -72,7 +72,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         layout = Layout(module)
         spmd_sharding.to_device(module, self.root_device)
         for parameter in module.parameters():
-            spmd_sharding.spread(parameter, self._devices)
+            spmd_sharding.shard_tensor(parameter, self._devices)
         self._layouts[module] = layout
         self._repoint(optimizers, names, layout)
         release(names)
@@ -117,8 +117,8 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         there = value.to(self.root_device, parameter.dtype if value.is_floating_point() else value.dtype)
-        return spmd_sharding.spread(there, self._devices) if value.shape == parameter.shape else there
+        return spmd_sharding.shard_tensor(there, self._devices) if value.shape == parameter.shape else there
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # From the host: zeros made on the device would be a constant, of which every device keeps all.
-        return spmd_sharding.spread(torch.zeros(parameter.shape, dtype=dtype).to(self.root_device), self._devices)
+        return spmd_sharding.shard_tensor(torch.zeros(parameter.shape, dtype=dtype).to(self.root_device), self._devices)

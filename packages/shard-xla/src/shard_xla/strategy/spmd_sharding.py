@@ -48,7 +48,7 @@ def to_device(module: nn.Module, device: torch.device) -> None:
             setattr(part, name, moved[id(buffer)])
 
 
-def spread(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
+def shard_tensor(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
     """Shard a tensor along its largest dim, over all devices; one without dims or elements stays whole on each.
 
     Args:
@@ -60,14 +60,14 @@ def spread(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
     """
     import torch_xla.distributed.spmd as xs
 
-    cuts: list[str | None] = [None] * tensor.dim()
-    if cuts and tensor.numel():
-        cuts[tensor.shape.index(max(tensor.shape))] = AXIS
-    xs.mark_sharding(tensor, mesh, tuple(cuts))
+    spec: list[str | None] = [None] * tensor.dim()
+    if spec and tensor.numel():
+        spec[tensor.shape.index(max(tensor.shape))] = AXIS
+    xs.mark_sharding(tensor, mesh, tuple(spec))
     return tensor
 
 
-def spread_samples(data: Any, mesh: Any) -> None:
+def shard_samples(data: Any, mesh: Any) -> None:
     """Shard the tensors in a nested structure along their first dim, where that gives equal parts.
 
     Args:
@@ -100,13 +100,13 @@ def wrap(module: nn.Module, config: XLASPMDConfig, mesh: Any) -> nn.Module:
 
     recompute(module, config)
     make: Callable[..., nn.Module] = functools.partial(
-        SpmdFullyShardedDataParallel, mesh=mesh, shard_output=config.shard_output or spread_samples
+        SpmdFullyShardedDataParallel, mesh=mesh, shard_output=config.shard_output or shard_samples
     )
     root = make(module, auto_wrap_policy=wrap_policy(module, config))
 
-    def cut(called: nn.Module, args: Any, kwargs: Any) -> None:
+    def shard_inputs(called: nn.Module, args: Any, kwargs: Any) -> None:
         del called
-        spread_samples((args, kwargs), mesh)
+        shard_samples((args, kwargs), mesh)
 
-    root.register_forward_pre_hook(cut, with_kwargs=True)
+    root.register_forward_pre_hook(shard_inputs, with_kwargs=True)
     return root

@@ -1,4 +1,4 @@
-"""A save goes on behind training, of the moment it was called, and its failure is heard of."""
+"""An async save holds what there was at its call, and its failure is raised."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _STEPS = 4
 
 
 class Background(Suite):
-    """A save goes on behind training, of the moment it was called, and its failure is heard of."""
+    """An async save holds what there was at its call, and its failure is raised."""
 
     @promise(after=("round_trip_is_bitwise", "moments_come_back"))
     def test_background_save_is_of_its_moment(self, ranks: Ranks, tmp_path: Path) -> None:
         """With ``blocking=False`` a checkpoint holds what was there at the call, bit for bit, though training goes on.
 
         Usual cause:
-            The engine changes what it said only an optimizer's step would change, or tensors are copied too late.
+            The engine changes what it declared only an optimizer's step would change, or tensors are copied too late.
         """
         for rank, (moment, saved) in enumerate(ranks.run(saves_and_goes_on, tmp_path / "run")):
-            assert_same_bits(f"after a load on rank {rank} of what was saved behind training", saved, moment)
+            assert_same_bits(f"after a load on rank {rank} of what was saved asynchronously", saved, moment)
 
     @promise(after=("background_save_is_of_its_moment",))
     def test_failed_background_save_is_raised(self, ranks: Ranks, tmp_path: Path) -> None:
-        """A save behind training that fails raises on every rank at the next step of an optimizer.
+        """An async save that fails raises on every rank at the next step of an optimizer.
 
         Usual cause:
             The thread's exception stays in the thread, or is raised on the rank alone whose disk was at fault.
         """
         (tmp_path / "file").touch()
-        for rank, said in enumerate(ranks.run(steps_after_a_failure, tmp_path / "file" / "run")):
-            assert said, f"a save below a file failed behind training, and the next step on rank {rank} raised nothing"
+        for rank, message in enumerate(ranks.run(steps_after_a_failure, tmp_path / "file" / "run")):
+            assert message, f"an async save below a file failed, and the next step on rank {rank} raised nothing"
 
 
 def saves_and_goes_on(subject: Subject, path: Path) -> tuple[Bits, Bits]:

@@ -14,7 +14,7 @@ import torch
 
 from shard_core.errors import CheckpointCorrupted, CheckpointError, CheckpointNotFound, MissingRank, RankFailed
 from shard_core.testing.bits import Bits, assert_same_bits, bits_of, samples, trained
-from shard_core.testing.crash_points import crash_points, death
+from shard_core.testing.crash_points import crash, crash_points
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up, step
@@ -252,7 +252,7 @@ def is_killed(subject: Subject, path: Path, twin: Path, victim: int, change: int
         state = {"model": model, "optimizer": optimizer}
         strategy.save_checkpoint(twin, state)
         if strategy.global_rank == victim:
-            with death(path.parent, change):
+            with crash(path.parent, change):
                 strategy.save_checkpoint(path, state)
         else:
             strategy.save_checkpoint(path, state)

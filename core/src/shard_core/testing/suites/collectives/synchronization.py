@@ -37,9 +37,9 @@ class Meetings(Suite):
             a ``broadcast_object`` that carries plain values alone.
         """
         for rank, answers in enumerate(ranks.run(broadcast_everything)):
-            for source, told in answers.items():
+            for source, received in answers.items():
                 expected = _describe(_things(source))
-                assert told == expected, f"rank {rank} got {told} from rank {source}, which sent {expected}"
+                assert received == expected, f"rank {rank} got {received} from rank {source}, which sent {expected}"
 
     @promise(every_size=False)
     def test_barrier_waits(self, ranks: Ranks) -> None:

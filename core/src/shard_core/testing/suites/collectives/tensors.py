@@ -130,9 +130,9 @@ class Tensors(Suite):
         """
         for answers in ranks.run(gather_everything):
             for (what, dtype), (tensor, has_gradient) in answers.items():
-                cut = _SHAPES[what]
-                truth = torch.stack([cut(_line(rank, dtype, _LARGE)) for rank in range(ranks.size)])
-                torch.testing.assert_close(tensor, truth, rtol=0, atol=0, msg=_told(f"all_gather of {what}, {dtype}"))
+                view = _SHAPES[what]
+                truth = torch.stack([view(_line(rank, dtype, _LARGE)) for rank in range(ranks.size)])
+                torch.testing.assert_close(tensor, truth, rtol=0, atol=0, msg=_named(f"all_gather of {what}, {dtype}"))
                 assert not has_gradient, f"all_gather of {what} keeps a graph nobody asked for"
 
     @promise(needs=Capability.SYNC_GRADS, after=(_GATHER,), every_size=False)
@@ -191,7 +191,7 @@ def reduce_every_shape(subject: Subject) -> dict[str, torch.Tensor]:
         number = strategy.all_reduce(strategy.global_rank + 0.5, reduce_op="sum")
         expected = sum(rank + 0.5 for rank in range(strategy.world_size))
         assert torch.equal(number.cpu(), torch.tensor(expected)), f"all_reduce of numbers is {number}, not {expected}"
-        return {name: strategy.all_reduce(cut(line), reduce_op="sum").cpu() for name, cut in _SHAPES.items()}
+        return {name: strategy.all_reduce(view(line), reduce_op="sum").cpu() for name, view in _SHAPES.items()}
 
 
 def reduce_and_look_back(subject: Subject) -> tuple[bool, torch.Tensor, torch.Tensor]:
@@ -250,7 +250,7 @@ def gather_everything(subject: Subject) -> dict[tuple[str, torch.dtype], tuple[t
     """Gather every shape, and every dtype."""
     with subject.strategy() as strategy:
         line = _mine(strategy, torch.float32, _LARGE).requires_grad_()
-        given = {(what, line.dtype): cut(line) for what, cut in _SHAPES.items()}
+        given = {(what, line.dtype): view(line) for what, view in _SHAPES.items()}
         given |= {("0-d", dtype): _mine(strategy, dtype, _LARGE)[3] for dtype in _DTYPES if dtype != line.dtype}
         gathered = {what: strategy.all_gather(tensor) for what, tensor in given.items()}
         return {what: (tensor.detach().cpu(), tensor.requires_grad) for what, tensor in gathered.items()}
@@ -294,8 +294,8 @@ def _operations(dtype: torch.dtype) -> list[str]:
 
 def _assert_reduced(tensor: torch.Tensor, operation: str, parts: list[torch.Tensor], what: str) -> None:
     truth = _OPERATIONS[operation](torch.stack(parts).double()).to(parts[0].dtype)
-    torch.testing.assert_close(tensor, truth, msg=_told(f"all_reduce {operation} of {what}"))
+    torch.testing.assert_close(tensor, truth, msg=_named(f"all_reduce {operation} of {what}"))
 
 
-def _told(what: str) -> Callable[[str], str]:
+def _named(what: str) -> Callable[[str], str]:
     return lambda difference: f"{what} is wrong: {difference}"

@@ -42,8 +42,8 @@ class Construction(Suite):
         for option in info.options:
             _check_option(option)
         documented = {option.name: option.default for option in info.options}
-        foreign = [name for name in info.presets if name not in documented]
-        assert not foreign, f"presets set {foreign}, which are no options; the options are {list(documented)}"
+        unknown = [name for name in info.presets if name not in documented]
+        assert not unknown, f"presets set {unknown}, which are no options; the options are {list(documented)}"
         config = self.subject.strategy().config
         taken = {option.name: option.default for option in options_of(type(config))}
         assert taken == documented, f"the plugin documents {documented}, but the strategy takes {taken}"

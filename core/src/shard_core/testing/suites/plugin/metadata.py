@@ -38,10 +38,10 @@ class Metadata(Suite):
         met = _met(self.strategy)
         known = {module.partition(".")[0] for module in met["known"]} | sys.stdlib_module_names
         reference = self._offer.reference
-        foreign = [module for module in met["imported"] if not _is_metadata(module, reference, known)]
+        unexpected = [module for module in met["imported"] if not _is_metadata(module, reference, known)]
         # Of a library its name says enough; of the backend's own package, which of its modules it is.
-        named = sorted({top if (top := module.partition(".")[0]) not in known else module for module in foreign})
-        assert not foreign, (
+        named = sorted({top if (top := module.partition(".")[0]) not in known else module for module in unexpected})
+        assert not unexpected, (
             f"asking what {self.strategy!r} is imports {', '.join(named)}; listing strategies must cost nothing, "
             "so leave that to the factory"
         )
@@ -117,8 +117,8 @@ def _name(requirement: Requirement) -> str:
 def _check_reason(reason: object, where: str) -> None:
     if reason is None:
         return
-    told = f"{where}, shard_unavailable answers {reason!r}"
-    assert isinstance(reason, str), f"{told}; give one sentence or None"
+    prefix = f"{where}, shard_unavailable answers {reason!r}"
+    assert isinstance(reason, str), f"{prefix}; give one sentence or None"
     text = reason.strip()
-    assert " " in text, f"{told}; say in a sentence what is missing, or give None"
-    assert len(text.splitlines()) == 1, f"{told}; one line is what people read in a list"
+    assert " " in text, f"{prefix}; say in a sentence what is missing, or give None"
+    assert len(text.splitlines()) == 1, f"{prefix}; one line is what people read in a list"

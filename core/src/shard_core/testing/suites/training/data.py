@@ -73,8 +73,8 @@ class Data(Suite):
             assert shares.setdefault(data_rank, epochs) == epochs, (
                 f"rank {rank} has data rank {data_rank}, not its data"
             )
-        together = _BATCH * replicas
-        wanted = _SAMPLES // together * together if drop_last else -(-_SAMPLES // replicas) * replicas
+        global_batch = _BATCH * replicas
+        wanted = _SAMPLES // global_batch * global_batch if drop_last else -(-_SAMPLES // replicas) * replicas
         for epoch in range(_EPOCHS):
             seen = Counter(sample for share in shares.values() for batch in share[epoch] for sample in batch)
             missing = set(range(_SAMPLES)) - set(seen)

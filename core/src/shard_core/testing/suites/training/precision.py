@@ -177,13 +177,13 @@ def _table(precision: str, used: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def _expected_dtypes(policy: PrecisionPolicy, found: dict[str, str]) -> dict[str, str]:
-    said = {
+    declared = {
         "parameter": policy.parameter,
         "gradient": policy.accumulate,
         "state": policy.optimizer,
         "buffer": policy.buffer,
     }
-    return {what: "int64" if what == "buffer calls" else said[what.split()[0]] for what in found}
+    return {what: "int64" if what == "buffer calls" else declared[what.split()[0]] for what in found}
 
 
 @functools.cache
