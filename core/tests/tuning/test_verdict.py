@@ -1,4 +1,4 @@
-"""What is said of outcomes."""
+"""What is reported of outcomes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def row(ratio, *, noise=0.01, peak=1000, same=True):
         (row(1.2, peak=500), False, "than measurements of one differ."),
         (row(1.0, peak=990), False, "than measurements of one differ."),
         (row(1.0, peak=500, same=False), False, "than measurements of one differ."),
-        (row(1.0, peak=500), False, "cannot be told from theirs, size=1 trains with 0.50 times the memory."),
+        (row(1.0, peak=500), False, "theirs within the noise, size=1 trains with 0.50 times the memory."),
         (row(1.0, peak=500, noise=0.4), False, "They differ by up to 40%, so give more --rounds, or wait until"),
         (Outcome(setting={"size": 1}, problem="died."), False, "than measurements of one differ."),
     ],
 )
-def test_time_decides_and_memory_is_told(tried, best, says):
+def test_time_decides_and_memory_is_reported(tried, best, says):
     sentence = verdict(Result(rows=[DEFAULTS, tried], best=tried if best else None), "the defaults")
     assert says in sentence
     assert sentence.startswith("Fastest" if best else "Keep the defaults")

@@ -123,7 +123,7 @@ def read_back(options: dict[str, Any]) -> list[str]:
             value = (stage + 1) % 4 if name == "stage" else getattr(strategy.config, name)
             wrong = copy.copy(strategy.config)
             contrary = value if name == "stage" else (not value) if isinstance(value, bool) else value + 2
-            object.__setattr__(wrong, name, contrary)  # some could not be asked for together
+            object.__setattr__(wrong, name, contrary)  # some could not be asked for at once
             try:
                 check_honoured(engine, wrong)
             except SetupError as error:

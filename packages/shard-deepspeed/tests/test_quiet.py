@@ -1,4 +1,4 @@
-"""A fresh process trains without a compiler, without a word and without leaving anything behind."""
+"""A fresh process trains without a compiler, without a word and without leaving anything."""
 
 import os
 import subprocess

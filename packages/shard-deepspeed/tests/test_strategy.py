@@ -1,4 +1,4 @@
-"""Engines beside and after one another, options that change nothing, stage 0, and what no other rank is told."""
+"""Engines beside and after one another, options that change nothing, stage 0, and errors of one rank alone."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_deferred_gradients_are_averaged_once(worlds: Any, overlap: bool) -> Non
 
 
 class Forked(nn.Module):
-    """Which of two layers a forward uses is said by the caller."""
+    """Which of two layers a forward uses is chosen by the caller."""
 
     def __init__(self) -> None:
         super().__init__()

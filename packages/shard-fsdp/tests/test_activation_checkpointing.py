@@ -44,7 +44,7 @@ def is_layer(module: nn.Module) -> bool:
 
 @contextmanager
 def counted_bytes(kept: list[int]) -> Iterator[None]:
-    """Add up what autograd keeps for backward, parameters aside."""
+    """Add up what autograd keeps for backward, without parameters."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, nn.Parameter) and tensor.shape[:1] == (64,):

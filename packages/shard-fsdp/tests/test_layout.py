@@ -231,7 +231,7 @@ def test_what_is_deferred_arrives(worlds: Any, size: int, mesh: tuple[int, int],
 
 
 class Early(nn.Module):
-    """Runs as many of its blocks as it is told to."""
+    """Runs as many of its blocks as it is asked to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def leaves_out(defer: str) -> str | bool:
         return all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_no_gradient_is_left_behind(worlds: Any) -> None:
+def test_no_gradient_is_lost(worlds: Any) -> None:
     assert worlds(2).run(leaves_out, "all") == [True, True]
     for message in worlds(2).run(leaves_out, "auto"):
         assert message.startswith("'blocks.2' ran in a micro-batch whose gradients were deferred, but not in the last")

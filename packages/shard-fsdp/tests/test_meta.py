@@ -123,7 +123,7 @@ def loaded_on_rank_zero() -> str:
     return str(error.value)
 
 
-def test_ranks_that_have_built_differently_are_told(worlds: Any) -> None:
+def test_ranks_that_have_built_differently_get_an_error(worlds: Any) -> None:
     message = "'embedding.weight' is on the meta device on rank 0 or on rank 1, and not on the other"
     assert all(message in answer for answer in worlds(2).run(loaded_on_rank_zero))
 

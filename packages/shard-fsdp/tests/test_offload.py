@@ -1,4 +1,4 @@
-"""Shards in host memory: what is there, what the engine is told, and that training is the same."""
+"""Shards in host memory: what is there, what the engine is given, and that training is the same."""
 
 from typing import Any
 
@@ -50,20 +50,32 @@ class Mixed(nn.Module):
         return (self.layer(x) * self.scale * self.gain).pow(2).mean()
 
 
-def parts(name: str) -> Any:
-    with get_strategy(name) as strategy:
+def parts(name: str, accelerator: str = "cpu") -> Any:
+    with get_strategy(name, accelerator=accelerator) as strategy:
         model, optimizer = set_up(strategy, Mixed, "adamw")
-        strategy.backward(model(torch.ones(2, 6)), model)
+        strategy.backward(model(torch.ones(2, 6, device=strategy.root_device)), model)
         strategy.clip_gradients_norm(model, optimizer, 1.0)
         strategy.optimizer_step(optimizer)
+        group = model._get_fsdp_state()._fsdp_param_group
         held = [model.layer.weight, model.layer.weight.grad, optimizer.state[model.layer.weight]["exp_avg"]]
-        return [(type(tensor), tensor.to_local().device.type, tensor.to_local().shape[0]) for tensor in held]
+        shards = [(type(tensor), tensor.to_local().device.type, tensor.to_local().shape[0]) for tensor in held]
+        return {type(group.offload_policy), *(parameter.offload_to_cpu for parameter in group.fsdp_params)}, shards
 
 
-def test_shards_gradients_and_optimizer_state_are_in_host_memory(worlds: Any) -> None:
-    first, second = worlds(2).run(parts, "fsdp_cpu_offload")
-    assert first == [(DTensor, "cpu", 3)] * 3
-    assert second == [(DTensor, "cpu", 2)] * 3
+# On a CPU every tensor is in host memory, so the engine itself is asked; where tensors are only a GPU shows.
+@pytest.mark.parametrize(
+    ("name", "engine"), [("fsdp", {OffloadPolicy, False}), ("fsdp_cpu_offload", {CPUOffloadPolicy, True})]
+)
+def test_the_engine_offloads_where_it_is_asked_to(worlds: Any, name: str, engine: set[Any]) -> None:
+    assert worlds(2).run(parts, name) == [(engine, [(DTensor, "cpu", rows)] * 3) for rows in (3, 2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: on a CPU all is in host memory anyway")
+@pytest.mark.parametrize(("name", "device"), [("fsdp", "cuda"), ("fsdp_cpu_offload", "cpu")])
+def test_shards_gradients_and_optimizer_state_are_in_host_memory(worlds: Any, name: str, device: str) -> None:
+    ((_, shards),) = worlds(1).run(parts, name, "cuda")
+    assert shards == [(DTensor, device, 5)] * 3
 
 
 def train(options: dict[str, Any]) -> Any:

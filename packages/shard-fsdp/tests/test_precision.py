@@ -140,7 +140,7 @@ def casts_of_inputs(options: dict[str, Any]) -> str:
         return model.met["input"]
 
 
-def test_inputs_are_cast_unless_told_not_to(worlds: Any) -> None:
+def test_inputs_are_cast_unless_the_policy_forbids_it(worlds: Any) -> None:
     assert worlds(2).run(casts_of_inputs, {"mixed_precision": MixedPrecision(param_dtype=BF16)}) == ["bfloat16"] * 2
     for message in worlds(2).run(casts_of_inputs, {"mixed_precision": UNCAST}):
         assert "must have the same dtype" in message

@@ -78,5 +78,5 @@ def test_what_is_as_clear_in_other_words_is_taken() -> None:
     assert config == get_strategy("fsdp", sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy=(nn.Linear,)).config
 
 
-def test_what_the_engine_always_does_may_be_said() -> None:
+def test_what_the_engine_always_does_may_be_asked_for() -> None:
     assert get_strategy("fsdp", limit_all_gathers=True, use_orig_params=True).config.use_orig_params

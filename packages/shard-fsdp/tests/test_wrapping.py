@@ -1,4 +1,4 @@
-"""Which submodules are sharded together: by a policy, by hand, or both; and what is refused."""
+"""Which submodules are sharded as one unit: by a policy, by hand, or both; and what is refused."""
 
 import functools
 from collections.abc import Callable

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Wire(TorchDispatchMode):
-    """Notes the dtype of what is said of each unit, in order, where two ranks shard a copy of a small model.
+    """Records the dtype of what is sent of each unit, in order, where two ranks shard a copy of a small model.
 
     Attributes:
         gathers: Those of whole parameters.

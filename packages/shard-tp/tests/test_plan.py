@@ -48,7 +48,7 @@ def set_up(plan: dict[str, Any], **settings: Any) -> Any:
         ]
 
 
-def test_styles_cut_what_they_say(worlds: Any) -> None:
+def test_styles_split_what_they_declare(worlds: Any) -> None:
     for found in worlds(2).run(set_up, {"layers.0": "colwise", "layers.1": "rowwise"}):
         assert found == [
             ("layers.0.weight", (4, 8), True),
@@ -158,7 +158,7 @@ def without_a_plan() -> Any:
     return refusal({}, Pair()), refusal({"plan": {}}, Pair())
 
 
-def test_a_model_without_a_plan_is_refused_unless_told_to_stay_whole(worlds: Any) -> None:
+def test_a_model_without_a_plan_is_refused_unless_asked_to_stay_whole(worlds: Any) -> None:
     for refused, accepted in worlds(2).run(without_a_plan):
         kind, message = refused
         assert kind == "SetupError"

@@ -162,7 +162,7 @@ def test_what_is_whole_but_meets_split_activations_is_refused(worlds: Any, size:
 
 
 GPT_PLAN = {"blocks.*.expand": "colwise", "blocks.*.contract": "rowwise", "head": "colwise_gather_output"}
-GPT_PLAN |= {"embedding": "rowwise"}  # as tied to the head: both are cut along the vocabulary
+GPT_PLAN |= {"embedding": "rowwise"}  # as tied to the head: both are split along the vocabulary
 
 
 def clipped(optimizer: str, norm_type: float, clip: float) -> Any:

@@ -1,4 +1,4 @@
-"""One checkpoint goes through every layout and back: cut by elements, spread over devices, whole."""
+"""One checkpoint goes through every layout and back: split by elements, sharded over devices, whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is told by the host's collectives when another has left, and from where XLA's own group carries."""
+"""The error of the host's collectives when another rank has left, and from where XLA's own group carries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ os._exit(0)  # to leave in order takes both ranks
 """
 
 
-def test_a_rank_that_has_left_is_told_of_in_a_sentence(tmp_path: Path) -> None:
+def test_a_rank_that_has_left_is_named_in_a_sentence(tmp_path: Path) -> None:
     script = tmp_path / "left.py"
     script.write_text(_LEFT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

@@ -1,4 +1,4 @@
-"""``save_pretrained``, where shards are cut by elements or parameters live on an XLA device."""
+"""``save_pretrained``, where shards are split by elements or parameters live on an XLA device."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def messages(strategy_name: str, acts: list[Any]) -> list[str]:
         for act in acts:
             try:
                 act(strategy)
-                answers.append("nothing was said")
+                answers.append("no error")
             except RuntimeError as error:
                 answers.append(str(error))
     return answers

@@ -207,7 +207,7 @@ def shapes_that_never_end(sizes: list[int]) -> list[str]:
         return [str(each.message) for each in caught if "compiled new graphs" in str(each.message)]
 
 
-def test_endless_recompilation_is_said_and_not_at_every_step(worlds: Any) -> None:
+def test_endless_recompilation_is_reported_and_not_at_every_step(worlds: Any) -> None:
     assert worlds(1, HASTY).run(shapes_that_never_end, [4] * 12, timeout=240) == [[]]
     ((warning,),) = worlds(1, HASTY).run(shapes_that_never_end, list(range(4, 18)), timeout=240)
     assert "drop_last=True" in warning

@@ -30,7 +30,7 @@ _ARGUMENTS = (
     click.option("--accelerator", default="cpu", show_default=True, help="Device type of all runs."),
     click.option("--precision", default="32-true", show_default=True, help="Which dtype where, in all runs."),
     click.option(
-        "--option", "assignments", type=Assignment(), multiple=True, help="What the strategy is told; repeatable."
+        "--option", "assignments", type=Assignment(), multiple=True, help="An option of the strategy; repeatable."
     ),
     click.option("--seed", type=click.IntRange(min=0, max=2**32 - 1), default=0, show_default=True),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),

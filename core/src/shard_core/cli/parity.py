@@ -61,7 +61,7 @@ def _check(name: str, options: dict[str, Any], args: dict[str, Any]) -> Result:
     def make_strategy() -> Strategy:
         return get_strategy(name, **run, **options)
 
-    make_strategy()  # what it is told is checked before the user's script is imported
+    make_strategy()  # options are checked before the user's script is imported
     import torch
 
     from shard_core.parity.check import check

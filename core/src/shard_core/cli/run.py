@@ -14,7 +14,7 @@ import click
 from shard_core import plugins
 
 _VARIABLE = "SHARD_STRATEGY"
-# Where torchrun's rank 0 listens if nobody says where.
+# Where torchrun's rank 0 listens if nobody sets where.
 _TORCH_PORT = 29500
 
 
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     ours.add_argument("--strategy", metavar="NAME", help=f"The strategy of the run, handed on as {_VARIABLE}.")
     ours.add_argument("--json", action="store_true", help="End with one line of JSON about the run.")
     if "PET_MASTER_PORT" not in os.environ:
-        parser.set_defaults(master_port=0)  # nobody has said
+        parser.set_defaults(master_port=0)  # nobody has set it
     if "PET_NPROC_PER_NODE" not in os.environ:
         # As devices="auto" counts: every accelerator of this host, else one rank.
         accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0

@@ -1,4 +1,4 @@
-"""``shard show``: everything a strategy says about itself, and what it can be told."""
+"""``shard show``: everything a strategy declares about itself, and its options."""
 
 from __future__ import annotations
 

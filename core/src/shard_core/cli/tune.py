@@ -58,7 +58,7 @@ def _tune(name: str, options: Mapping[str, Any], args: dict[str, Any]) -> Result
 
     args["precision"] = resolve_name(args["precision"])
     run = {key: args[key] for key in ("devices", "accelerator", "precision")}
-    get_strategy(name, **run, **options)  # what it is told is checked before the user's script is imported
+    get_strategy(name, **run, **options)  # options are checked before the user's script is imported
 
     from shard_core.tuning.experiment import Experiment
     from shard_core.tuning.rounds import Rounds

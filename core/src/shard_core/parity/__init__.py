@@ -1,1 +1,1 @@
-"""The parity check on a model of the user's own: what a strategy makes of it against plain PyTorch."""
+"""The parity check on a user's own model: its recipe, runs under a strategy and in plain PyTorch, and the verdict."""

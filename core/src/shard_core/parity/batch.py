@@ -1,4 +1,4 @@
-"""The user's batch: what it may be, how it is cut, and how a model makes a loss of it."""
+"""The user's batch: what it may be, how it is split, and how a model makes a loss of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ every tensor in the batch must be the samples (a tensor without dimensions goes 
         )
     sizes = {place: len(tensor) for place, tensor in _tensors(made, "batch") if tensor.ndim}
     if not sizes:
-        raise InvalidOption("the batch holds no tensor with a dimension of samples; there is nothing to cut.")
+        raise InvalidOption("the batch holds no tensor with a dimension of samples; there is nothing to split.")
     first = next(iter(sizes))
     for place, size in sizes.items():
         if size != sizes[first]:

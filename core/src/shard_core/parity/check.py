@@ -30,7 +30,7 @@ TOLERANCES = {
     "bf16-mixed": 2e-2,
     "bf16-true": 1e-1,
 }
-#: By how much of itself the first step of SGD changes the weights, all taken together.
+#: By how much of itself the first step of SGD changes the weights, all taken as one.
 _FIRST_CHANGE = 1e-3
 
 
@@ -41,7 +41,7 @@ class Result:
     Attributes:
         rows: The table.
         verdict: What it comes to.
-        data_ranks: Over how many ranks the batch was cut.
+        data_ranks: Over how many ranks the batch was split.
     """
 
     rows: list[Row]

@@ -59,7 +59,7 @@ def train(
         model: Where it is to be trained; it is changed.
         make_optimizer: Makes the optimizer over it.
         loss_of: Calls its first argument with the second, a batch, and returns the loss.
-        parts: The batch, or the parts it is cut into; the loss is the mean over them.
+        parts: The batch, or the parts it is split into; the loss is the mean over them.
         steps: How often.
         numbers: The dtypes.
 

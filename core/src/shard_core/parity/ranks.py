@@ -26,10 +26,10 @@ def run_under(strategy: Strategy, recipe: Recipe) -> tuple[Run, int]:
         recipe: Prepared.
 
     Returns:
-        The run, and over how many data ranks the batch was cut.
+        The run, and over how many data ranks the batch was split.
 
     Raises:
-        InvalidOption: If the batch cannot be cut.
+        InvalidOption: If the batch cannot be split.
         RankFailed: If a rank raised.
     """
     data_ranks, path = strategy.launch(train, recipe) or (0, "")

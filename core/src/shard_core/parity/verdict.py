@@ -1,4 +1,4 @@
-"""What a comparison comes to: the first parameter that differs, and what is likely behind it."""
+"""What a comparison comes to: the first parameter that differs, and its likely cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Runs:
     Attributes:
         mine: The strategy's.
         truth: Plain PyTorch's on the whole batch.
-        data_ranks: Into how many parts the strategy cut it.
+        data_ranks: Into how many parts the strategy split it.
     """
 
     mine: Run
@@ -48,7 +48,7 @@ class InParts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is said under the table.
+    """The text under the table.
 
     Attributes:
         same: Whether nothing differs.

@@ -26,7 +26,7 @@ class Offer:
 
     Attributes:
         name: The word users type.
-        reference: What stands behind it, as written in the metadata.
+        reference: What it refers to, as written in the metadata.
         distribution: The distribution that offers it.
         version: That distribution's version.
         requires: That distribution's ``Requires-Dist`` lines.
@@ -70,7 +70,7 @@ def _offers(group: str, places: tuple[object, ...]) -> tuple[Offer, ...]:
     for entry in importlib.metadata.entry_points(group=group):
         owner = entry.dist
         assert owner is not None, "entry points read from metadata know their distribution"
-        # The interpreter tells distributions apart by folder name, which an interrupted
+        # The interpreter distinguishes distributions by folder name, which an interrupted
         # installation changes ("~hard_core-1.0.0.dist-info"); the name inside is the same.
         key = (entry.name, canonicalize_name(owner.name))
         if key not in offers:

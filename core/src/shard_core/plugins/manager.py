@@ -210,7 +210,7 @@ command with shard-core.
         """Import a plugin and register it, once however many names it serves.
 
         Every plugin gets a manager of its own: only the owner of a name is asked for it, and a plugin that
-        fails validation leaves nothing behind.
+        fails validation leaves nothing.
         """
         check_requirement(offer)
         module = load_module(offer.reference, offer.distribution)

@@ -1,4 +1,4 @@
-"""Telling whether a function of the user's takes what it will be called with, before it is called."""
+"""Checking whether a function of the user's takes what it will be called with, before it is called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_signature(what: str, function: Callable[..., Any], called: str, *args:
 
     Args:
         what: What the function was given for, for the message.
-        function: The user's; what is written in C and does not tell its arguments passes.
+        function: The user's; what is written in C and does not declare its arguments passes.
         called: How it will be called, as source text.
         args: What it will be called with; only how many counts.
         kwargs: By which names; the values do not count.
@@ -33,7 +33,7 @@ too many positional arguments.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # what is written in C need not tell
+    except ValueError:  # what is written in C need not declare them
         return
     try:
         signature.bind(*args, **kwargs)

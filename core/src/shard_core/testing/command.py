@@ -74,10 +74,10 @@ def _list(context: click.Context, param: click.Parameter, wanted: bool) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name")
-@click.option("--world-sizes", type=_Sizes(), default=(1, 2, 3), help="Numbers of ranks; 1,2,3 unless told.")
+@click.option("--world-sizes", type=_Sizes(), default=(1, 2, 3), help="Numbers of ranks; 1,2,3 by default.")
 @click.option("--device", default="cpu", show_default=True, help="The device type it is judged on.")
 @click.option(
-    "--option", "assignments", type=Assignment(), multiple=True, help="What the strategy is told; repeatable."
+    "--option", "assignments", type=Assignment(), multiple=True, help="An option of the strategy; repeatable."
 )
 @click.option("--promise", "promises", multiple=True, help="Judge only this promise; repeatable.")
 @click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print every promise.")

@@ -1,4 +1,4 @@
-"""``key=value`` as people type it behind ``--option``."""
+"""``key=value`` as people type it after ``--option``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Assignment(click.ParamType[tuple[str, str]]):
-    """A key and the text behind its equals sign.
+    """A key and the text after its equals sign.
 
     Example:
         >>> Assignment().convert("unit_size=1e6", None, None)

@@ -175,7 +175,7 @@ def reason_of(error: BaseException) -> str:
 def _first_rank(report: str) -> str:
     """Find the first rank in the report of a world, and the exception its traceback ends with.
 
-    Of ranks that hang each is told with its place: all but one of them may only wait for that one.
+    Of ranks that hang each is reported with its place: all but one of them may only wait for that one.
     """
     parts = re.split(r"\n\n(?=rank \d+ )", report)
     first = parts[min(1, len(parts) - 1)]

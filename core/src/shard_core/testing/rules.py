@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TestFunction = TypeVar("TestFunction", bound=Callable[..., None])
 
-#: What the author of a test file may say about a strategy; ``strategy`` must be said.
+#: What the author of a test file may set about a strategy; ``strategy`` must be set.
 SETTINGS = ("strategy", "options", "world_sizes", "device", "environment", "patience", "known_failures")
 
 #: What Python itself writes into a class; anything else between underscores would change how the kit runs.

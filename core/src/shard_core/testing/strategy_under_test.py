@@ -21,7 +21,7 @@ class Subject:
 
     Attributes:
         name: The strategy's name.
-        options: What ``get_strategy`` is told each time.
+        options: Arguments of ``get_strategy``, each time.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Measuring which of a strategy's settings train the user's own model fastest."""
+"""Measuring which settings of a strategy train the user's own model fastest: trials, rounds, search, verdict."""

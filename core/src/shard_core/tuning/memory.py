@@ -55,7 +55,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors on the CPU in arguments, and behind tensors that stand for others."""
+    """Yield the plain tensors on the CPU in arguments, and inside tensors that stand for others."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             yield from _tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])

@@ -49,7 +49,7 @@ class Outcome:
         milliseconds: The time per step: the median over rounds of each round's median.
         ratio: That time as a part of the defaults' in the same round: the median over rounds.
         noise: How far ratios of different rounds lie apart: the range of their middle half.
-        peak_bytes: The most a rank held during a step; None if that cannot be told.
+        peak_bytes: The most a rank held during a step; None if that is unknown.
         loss_difference: By how much a loss differs at most from the defaults', relatively.
         same_loss: Whether it ran and that is no more than rounding, so that it trains as the defaults do.
         problem: Why there are no figures, in a sentence; None if there are.

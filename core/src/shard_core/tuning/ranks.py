@@ -72,7 +72,7 @@ def _measure(experiment: Experiment, trial: Trial) -> Measured:
             strategy.clip_gradients_norm(module, optimizer, 1.0, error_if_nonfinite=False)
             strategy.optimizer_step(optimizer)
             optimizer.zero_grad()
-            # Reading a number waits for all the device was told before.
+            # Reading a number waits for all the device was given before.
             return float(loss.detach())
 
         losses = [step() for _ in range(experiment.warm_up)]

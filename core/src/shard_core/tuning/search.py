@@ -62,7 +62,7 @@ def search(experiment: Experiment, rounds: Rounds, module: torch.nn.Module) -> R
     if best:
         best = _confirmed(best.setting, rounds)
     if not tried:
-        rounds.measure([])  # whoever asks about a model wants to hear that it trains, and how fast
+        rounds.measure([])  # whoever asks about a model wants to know that it trains, and how fast
     return Result(rows=[rounds.outcome(setting) for setting in (DEFAULTS, *tried)], best=best)
 
 

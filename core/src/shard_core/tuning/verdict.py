@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from shard_core.tuning.outcome import Outcome
     from shard_core.tuning.search import Result
 
-#: A change of memory that is said beside the time that is won.
+#: A change of memory that is reported beside the time that is won.
 _WORTH_A_WORD = 0.05
 
 #: Rounds that lie further apart than this hide what people look for.
@@ -38,7 +38,7 @@ def verdict(result: Result, base: str) -> str:
     lightest = min((row for row in others if row.is_even and row.peak_bytes), key=_peak, default=defaults)
     memory = _memory(lightest, defaults)
     if memory and _peak(lightest) < _peak(defaults):
-        return f"{says} In a time that cannot be told from theirs, {spelled(lightest.setting)} trains with {memory}."
+        return f"{says} In a time that is theirs within the noise, {spelled(lightest.setting)} trains with {memory}."
     return says
 
 

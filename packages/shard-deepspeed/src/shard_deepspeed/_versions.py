@@ -25,11 +25,11 @@ on a module, and a list that keeps the module alive. They can go when ``destroy`
 ``_reassign_or_swap_out_partitioned_parameters``, ``checkpoint_event_prologue`` and ``checkpoint_event_epilogue`` of the
 optimizer of stage 3: adding gradients up rather than replacing them, and bringing stepped values to the parameters.
 ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``ds_status`` of a parameter: its shard, and whether it is whole. They can
-go when DeepSpeed tells of a parameter's shard, and takes changed ones, in public.
+go when DeepSpeed exposes a parameter's shard, and takes changed ones, in public.
 
 ``parameter_offload``, ``param_numel_persistence_threshold``, ``reduce_and_partition_stream``, ``partition_gradients``,
 ``clip_grad`` and, by their options' names, further attributes of the optimizers of stages 1 to 3: with what they act.
-The engine's public methods repeat the configuration. They can go when DeepSpeed tells what its parts were made with.
+The engine's public methods repeat the configuration. They can go when DeepSpeed exposes what its parts were made with.
 
 ``Tensor._version``: how often a tensor was written to in place. It is torch's own name for it, and documented in its
 notes on autograd alone.

@@ -1,4 +1,4 @@
-"""What an engine is told, and what it says it does."""
+"""The configuration of DeepSpeed's engine, and a check that the engine acts by it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def engine_config(config: DeepSpeedConfig, parameter: str = "float32") -> dict[str, Any]:
     """Write the options down as DeepSpeed reads them.
 
-    Clipping, accumulation and precision are the strategy's: the engine is told to leave them alone.
+    Clipping, accumulation and precision are the strategy's: the engine's are switched off.
 
     Args:
         config: The options.
@@ -52,7 +52,7 @@ def engine_config(config: DeepSpeedConfig, parameter: str = "float32") -> dict[s
 
 
 def check_honoured(engine: Any, config: DeepSpeedConfig) -> None:
-    """Compare what was asked for with what acts: the engine's own parts, since its configuration says what it was told.
+    """Compare what was asked for with the engine's parts, which act: its configuration repeats what it was given.
 
     Args:
         engine: DeepSpeed's.
@@ -70,4 +70,4 @@ def check_honoured(engine: Any, config: DeepSpeedConfig) -> None:
         if name in acting and acting[name] != value
     ]
     if otherwise:
-        raise SetupError(f"DeepSpeed does otherwise than it was told: {'; '.join(otherwise)}.")
+        raise SetupError(f"DeepSpeed does otherwise than it was configured: {'; '.join(otherwise)}.")

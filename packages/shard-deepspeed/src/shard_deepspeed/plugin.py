@@ -11,7 +11,7 @@ from shard_deepspeed.config import DeepSpeedConfig
 _CHECKED = "0.19."
 
 _PROMISES = frozenset(Capability) - {
-    Capability.ANY_OPTIMIZER,  # parameters are cut flat, anywhere
+    Capability.ANY_OPTIMIZER,  # parameters are partitioned flat, anywhere
     Capability.COMPILE,
     Capability.CPU_OFFLOAD,
     Capability.DEFER_SYNC,  # from stage 2 on gradients are sharded as soon as they are made

@@ -113,7 +113,7 @@ class FSDPStrategy(TorchEngine, Strategy):
         return self._sharding.deferred(module)
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
-        """Run autograd; what earlier micro-batches kept back must have gone with the last."""
+        """Run autograd; what earlier micro-batches deferred must have gone with the last."""
         with self._sharding.backward(module):
             super().engine_backward(loss, module, **kwargs)
 

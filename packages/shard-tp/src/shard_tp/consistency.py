@@ -1,4 +1,4 @@
-"""What must be alike on all ranks of a tensor-parallel group: batches, and gradients of what each holds whole."""
+"""Checks that batches, and gradients of what each rank holds whole, agree on all ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ConsistencyCheck:
         """Refuse gradients that each rank of a group should have whole, and has only a part of.
 
         Args:
-            gradients: This rank's, by name; those of parameters that are split over the group are left aside.
+            gradients: This rank's, by name; those of parameters that are split over the group are skipped.
 
         Raises:
             SetupError: On all ranks, naming the first.

@@ -127,7 +127,7 @@ def apply_plan(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh) -> 
     check_styles(plan)
     chosen = _chosen(module, plan)
     if mesh.size() == 1:
-        return  # nothing to split, but a plan with a slip in it is told of
+        return  # nothing to split, but a plan with a slip in it is reported
     for name, style in chosen.items():
         _check_fits(name, module.get_submodule(name), style, mesh.size())
 

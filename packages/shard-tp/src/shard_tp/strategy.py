@@ -65,7 +65,7 @@ class TPStrategy(TorchEngine, Strategy):
         )
 
     def _check_ranks(self) -> None:
-        """Refuse sizes that do not fit the ranks before any is started, where their number was said."""
+        """Refuse sizes that do not fit the ranks before any is started, where their number is known."""
         axes = {DATA_AXIS: self.config.data_parallel_size, TENSOR_AXIS: self.config.tensor_parallel_size}
         devices = self.options.devices
         if isinstance(devices, int) and list(axes.values()) != ["auto", "auto"]:
@@ -108,7 +108,7 @@ class TPStrategy(TorchEngine, Strategy):
         return self._sharding.deferred(module)
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
-        """Run autograd; what earlier micro-batches kept back must still be there."""
+        """Run autograd; what earlier micro-batches deferred must still be there."""
         with self._sharding.backward(module):
             super().engine_backward(loss, module, **kwargs)
 

@@ -1,7 +1,7 @@
 """Names of torch and torch_xla without a promise that this distribution leans on, and when they can go.
 
 ``torch_xla._XLAC._xla_runtime_is_initialized``: whether the process uses XLA's devices already, so that their number
-and kind are settled. Checked on torch_xla 2.9.0. It can go when ``torch_xla.runtime`` tells it.
+and kind are settled. Checked on torch_xla 2.9.0. It can go when ``torch_xla.runtime`` exposes it.
 
 ``XlaFullyShardedDataParallel.all_gather_op``, ``all_reduce_op``, ``reduce_scatter_op`` (a callable with ``flush`` and
 ``scale``) and ``coalesce_all_gather_ops``: attributes of an instance that its constructor sets and its forwards and
@@ -9,12 +9,12 @@ backwards read; collectives over the host take their place. Checked on torch_xla
 constructor takes collectives.
 
 ``XlaFullyShardedDataParallel.full_param_infos``, ``shared_full_param_infos`` and ``sharded_params``: which parameter of
-which submodule each shard is of. ``get_original_names_and_sharded_parameters`` should tell, but lists the root's shards
+which submodule each shard is of. ``get_original_names_and_sharded_parameters`` should do, but lists the root's shards
 for every unit. Checked on torch_xla 2.9.0. They can go when it is right.
 
 ``XlaFullyShardedDataParallel.full_params`` and ``_has_full_param`` of each: which of a unit's parameters its next
 forward will gather, one call after another; over the host they share a message. Checked on torch_xla 2.9.0. They can
-go when ``coalesce_all_gather_ops`` works for parameters that are cut by elements.
+go when ``coalesce_all_gather_ops`` works for parameters that are split by elements.
 
 ``XlaFullyShardedDataParallel._free_full_params``: forgets whole parameters. Upstream keeps them after a forward that no
 backward followed, and for a parameter that a loss did not reach: the next forward would compute with what they were
@@ -93,7 +93,7 @@ def register_in_place(unit: Any) -> None:
         owner._parameters[name] = shard
 
 
-def whole_and_shards(unit: Any) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter]]:
+def full_and_shards(unit: Any) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter]]:
     """List a unit's whole parameters, which compute, each with its shard."""
     return zip(unit.full_params, unit.sharded_params, strict=True)
 
@@ -124,7 +124,7 @@ def hooks_of(tensor: torch.Tensor) -> int:
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
-def forget_whole_parameters(unit: Any) -> None:
+def forget_full_parameters(unit: Any) -> None:
     """Make the next forward gather a unit's parameters anew."""
     if any(whole._has_full_param for whole in unit.full_params):
         unit._free_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)

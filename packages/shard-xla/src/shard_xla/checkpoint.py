@@ -13,14 +13,14 @@ from shard_core.backend import HeldSlot, NamedState, Ownership, TensorShard, sha
 
 if TYPE_CHECKING:
     from shard_core.backend import OptimizerRecord
-    from shard_xla.strategy.module_tensors import Layout, Place
+    from shard_xla.strategy.module_tensors import ModuleTensors, Place
 
 
 class DeviceState(NamedState):
     """The state of modules on XLA devices, fetched to the host when it is asked for, and pushed back after a load.
 
     Args:
-        layouts: Modules by the user's names.
+        tensors: Those of modules by the user's names.
         optimizers: Optimizers over their parameters, by the user's names.
         zeros_like: Makes optimizer state of a parameter's layout, from it and a dtype; None for what torch makes.
 
@@ -32,14 +32,14 @@ class DeviceState(NamedState):
 
     def __init__(
         self,
-        layouts: Mapping[str, Layout],
+        tensors: Mapping[str, ModuleTensors],
         optimizers: Mapping[str, torch.optim.Optimizer],
         zeros_like: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
     ) -> None:
-        for key, layout in layouts.items():
-            layout.check_complete(key)
-        self._layouts = layouts
-        super().__init__(layouts, optimizers, zeros_like)
+        for key, each in tensors.items():
+            each.check_complete(key)
+        self._tensors = tensors
+        super().__init__(tensors, optimizers, zeros_like)
 
     def shards(self) -> list[TensorShard]:
         """Copy this process's boxes of every tensor to the host."""
@@ -50,13 +50,13 @@ class DeviceState(NamedState):
         torch_xla.sync()  # one graph for all; each fetch would run a piece of its own
         xm.wait_device_ops()  # parts of a tensor that is still being computed cannot be asked for
         found: list[TensorShard] = []
-        for module, layout in self._layouts.items():
-            for name, place in layout.places.items():
+        for module, each in self._tensors.items():
+            for name, place in each.places.items():
                 key, tensor = self.keys.parameter(module, name), place.tensor
                 boxes = self.sharded(key, place.shape, tensor) if place.is_parameter else self.whole(key, tensor)
                 found += boxes
         for held in self.slots():
-            shape = self.shape_of_slot(held, self._layouts[held.module].places[held.name])
+            shape = self.shape_of_slot(held, self._tensors[held.module].places[held.name])
             found += self.sharded(held.key, shape, held.tensor)
         return found
 
@@ -104,10 +104,10 @@ class DeviceState(NamedState):
 
 
 class FlatState(DeviceState):
-    """The state of modules whose parameters are cut by elements, or by rows, into one range for each rank.
+    """The state of modules whose parameters are split by elements, or by rows, into one range for each rank.
 
     Args:
-        layouts: Modules by the user's names.
+        tensors: Those of modules by the user's names.
         optimizers: Optimizers over their parameters, by the user's names.
         rank: This rank.
         world_size: How many there are.
@@ -115,13 +115,13 @@ class FlatState(DeviceState):
 
     def __init__(
         self,
-        layouts: Mapping[str, Layout],
+        tensors: Mapping[str, ModuleTensors],
         optimizers: Mapping[str, torch.optim.Optimizer],
         *,
         rank: int,
         world_size: int,
     ) -> None:
-        super().__init__(layouts, optimizers)
+        super().__init__(tensors, optimizers)
         self._rank = rank
         self._ownership = Ownership(rank, world_size)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -171,22 +171,22 @@ class FlatState(DeviceState):
         return host
 
 
-class SpreadState(DeviceState):
+class SPMDState(DeviceState):
     """The state of modules whose tensors are whole to torch, while the compiler keeps parts of them on many devices.
 
     Args:
-        layouts: Modules by the user's names.
+        tensors: Those of modules by the user's names.
         optimizers: Optimizers over their parameters, by the user's names.
         zeros_like: Makes optimizer state spread as a parameter is.
     """
 
     def __init__(
         self,
-        layouts: Mapping[str, Layout],
+        tensors: Mapping[str, ModuleTensors],
         optimizers: Mapping[str, torch.optim.Optimizer],
         zeros_like: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
     ) -> None:
-        super().__init__(layouts, optimizers, zeros_like)
+        super().__init__(tensors, optimizers, zeros_like)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._parts: list[tuple[Any, Any]] = []
 

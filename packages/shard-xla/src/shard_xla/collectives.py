@@ -36,7 +36,7 @@ class AllGather:
         Args:
             value: A shard, perhaps in another shape, or a list of them.
             dim: The first: shards are nothing else.
-            groups: Upstream's; all ranks shard together here.
+            groups: Upstream's; all ranks shard as one group here.
             kwargs: Upstream's, about layouts.
 
         Returns:
@@ -65,7 +65,7 @@ def all_reduce(kind: str, value: Any, scale: float = 1.0, groups: Any = None, **
         kind: ``"sum"``, ``"max"``, ``"min"`` or ``"mul"``.
         value: A tensor.
         scale: What the result is multiplied by.
-        groups: Upstream's; all ranks reduce together here.
+        groups: Upstream's; all ranks reduce as one group here.
         kwargs: Upstream's, about layouts.
 
     Returns:

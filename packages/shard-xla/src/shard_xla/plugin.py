@@ -27,7 +27,7 @@ SPMD = StrategyInfo(
     name="xla_spmd",
     summary="one process whose tensors XLA spreads over all devices of the host",
     factory="shard_xla.strategy:XLASPMDStrategy",
-    # The compiler reduces gradients in every backward; nobody can tell it to wait.
+    # The compiler reduces gradients in every backward; nobody can make it wait.
     capabilities=frozenset(Capability) - _NEITHER - {Capability.DEFER_SYNC},
     precisions=("32-true", "bf16-mixed", "bf16-true"),
     devices=("xla",),

@@ -1,4 +1,4 @@
-"""``shard checkpoint``: looking after checkpoints, whichever strategy wrote them; one module per verb."""
+"""``shard checkpoint``: one module per verb, for checkpoints of any strategy, and what the verbs share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shard checkpoint prune``: removing old checkpoints, and what saves that died left behind."""
+"""``shard checkpoint prune``: removing old checkpoints, and what saves that died left."""
 
 from __future__ import annotations
 

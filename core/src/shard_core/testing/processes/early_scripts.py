@@ -26,7 +26,7 @@ _LOOK_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Script:
-    """A program and what it is told.
+    """A program and its arguments.
 
     Attributes:
         text: The program.
@@ -35,7 +35,7 @@ class Script:
         pickled: What it finds beside itself as ``options.pickle``.
         environment: Variables added to this process's.
         dies: The name of a lock beside it that one of its processes holds until it dies; empty where none is to die.
-        survives: How many seconds the script may go on after that death, and as many more as it took to lock.
+        survives: How many seconds the script may go on after that, and as many more as it took to lock.
     """
 
     text: str
@@ -76,7 +76,7 @@ class EarlyScripts:
                 self._started[script] = run, self._threads.submit(_follow, run, script, folder)
 
     def result(self, script: Script) -> ScriptRun:
-        """Wait for a script, which is started if it has not been, and tell how it ended."""
+        """Wait for a script, which is started if it has not been, and return how it ended."""
         self.start([script])
         return self._started[script][1].result()
 
@@ -103,7 +103,7 @@ def _follow(run: PythonRun, script: Script, folder: tempfile.TemporaryDirectory[
 
 
 def _outcome_after_crash(run: PythonRun, script: Script, folder: Path) -> Outcome:
-    """Wait for a script whose time begins with the death of one of its processes, however long starting takes."""
+    """Wait for a script whose time begins when one of its processes is killed, however long starting takes."""
     ended = threading.Event()
     watch = threading.Thread(target=_kill_after_crash, args=(run, script, folder / script.dies, ended), daemon=True)
     watch.start()

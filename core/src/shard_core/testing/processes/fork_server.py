@@ -80,7 +80,7 @@ class ForkServer:
         """Return the exit code of a process that was forked, or ``None`` while it lives.
 
         Args:
-            pid: Its process id; once its end was told, it must not be asked for again.
+            pid: Its process id; once its end was reported, it must not be asked for again.
         """
         self._messages.send(pid)
         code: int | None = self._messages.recv()

@@ -93,7 +93,7 @@ def _reset(environment: dict[str, str], folder: str) -> None:
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_default_dtype(torch.float32)
-    if torch.get_default_device().type != "cpu":  # asked first: torch 2.9 cannot tell it once it was set to None
+    if torch.get_default_device().type != "cpu":  # asked first: torch 2.9 loses it once it was set to None
         torch.set_default_device("cpu")
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)

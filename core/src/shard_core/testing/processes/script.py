@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-#: How long processes that are told to end may take.
+#: How long processes that are asked to end may take.
 _LEAVE_SECONDS = 15.0
 
 

@@ -106,7 +106,7 @@ class World:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        # The store stands in the parent, as torchrun's does: no rank's death takes it away.
+        # The store stands in the parent, as torchrun's does: no rank that dies takes it away.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             fork_server(rank, self._environment)  # begun for all before one is waited for: they import side by side

@@ -159,7 +159,7 @@ class Launching(Suite):
 
     @promise(after=(_RETURNS,), every_size=False)
     def test_failing_rank_is_reported(self, early_scripts: EarlyScripts) -> None:
-        """When a rank raises, its number and its own traceback are printed, all ranks end, and the exit code tells.
+        """When a rank raises, its number and its own traceback are printed, all ranks end, and the exit code is not 0.
 
         Usual cause:
             The exception is swallowed or replaced on its way, or the other ranks wait for the one that is gone.
@@ -189,9 +189,9 @@ class Launching(Suite):
             return
         for what in ("lambda", "inner", "lock"):
             message = answers.get(what, "")
-            assert "cannot" in message, f"what is said of the {what} is no LaunchError that tells why: {message!r}"
-            assert what in message, f"what is said does not name the {what}: {message}"
-            assert "\n" not in message, f"what is said of the {what} is more than a sentence: {message}"
+            assert "cannot" in message, f"the answer to the {what} is no LaunchError that explains it: {message!r}"
+            assert what in message, f"the error does not name the {what}: {message}"
+            assert "\n" not in message, f"the error about the {what} is more than a sentence: {message}"
 
     def _script(self, program: str, way: str) -> Script:
         size = self.main_size()

@@ -27,7 +27,7 @@ class Suite:
     #: The strategy's name; must be set.
     strategy: ClassVar[str]
 
-    #: What ``get_strategy`` is told beside the name; may be set.
+    #: Arguments of ``get_strategy`` beside the name; may be set.
     options: ClassVar[Mapping[str, Any]] = {}
 
     #: Numbers of ranks the strategy is judged at; may be set. More than it runs on are left out.

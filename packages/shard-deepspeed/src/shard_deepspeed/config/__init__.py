@@ -1,4 +1,4 @@
-"""The options of the strategies of this package."""
+"""The options of the strategies, and in ``unsupported`` those of DeepSpeed's that are not honoured yet."""
 
 from __future__ import annotations
 

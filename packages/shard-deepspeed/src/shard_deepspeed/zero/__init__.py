@@ -1,4 +1,4 @@
-"""A module under ZeRO: how a stage lays its parameters out, and what users may do to them by hand all the same."""
+"""A module under ZeRO: partitions of its parameters by stage, their gradients, and what users write by hand."""
 
 from __future__ import annotations
 

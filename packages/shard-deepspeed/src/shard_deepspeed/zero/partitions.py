@@ -51,7 +51,7 @@ class Partitions(abc.ABC):
         Args:
             parameter: The module's.
             part: What of it this rank holds.
-            strayed: What the method of that name has told.
+            strayed: What the method of that name returned.
 
         Raises:
             SetupError: If the parameter was given values of another shape.
@@ -167,7 +167,7 @@ class Runs(Flat):
 
 
 class Shards(Flat):
-    """Stage 3: each parameter is cut into equal shards, the last of them padded."""
+    """Stage 3: each parameter is split into equal shards, the last of them padded."""
 
     lets_go = True
 

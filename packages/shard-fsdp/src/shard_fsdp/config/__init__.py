@@ -1,4 +1,4 @@
-"""The options of the strategies of this package."""
+"""The options of the strategies: layout, preparation, checks of their values, and torch's words that are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FSDPConfig(PreparationOptions, LayoutOptions):
         "the last if there are several, else all",
     )
     state_dict_type: Literal["sharded", "full"] | StateDictType = option(
-        "sharded", "the form of checkpoints unless save_checkpoint is told: each rank's shards, or whole tensors (full)"
+        "sharded", "the form of checkpoints unless a save names one: each rank's shards, or whole tensors (full)"
     )
     limit_all_gathers: bool = option(True, "always so: memory is bounded without making the host wait")
     use_orig_params: bool = option(True, "always so: parameters keep their names and are never flattened")

@@ -1,4 +1,4 @@
-"""What the values of options may be, told without torch."""
+"""What the values of options may be, checked without torch."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ REPLICATE_AXIS: Final = "replicate"
 """The axis whose ranks hold the same shards."""
 
 SHARD_AXIS: Final = "shard"
-"""The axis whose ranks hold one copy of the model together."""
+"""The axis whose ranks share one copy of the model."""
 
 Sizes: TypeAlias = "tuple[int | Literal['auto'], int | Literal['auto']]"
 

@@ -1,4 +1,4 @@
-"""The options that say what is sharded together, and how modules are prepared for it."""
+"""The options that say what is sharded as one unit, and how modules are prepared for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of torch's own FSDP that have no option of their own here, each with the reason."""
+"""Keywords of torch's own FSDP that have no option of their own here, each with the reason."""
 
 from __future__ import annotations
 

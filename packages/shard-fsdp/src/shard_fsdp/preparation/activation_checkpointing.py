@@ -25,7 +25,7 @@ def recompute(
 
     Args:
         module: The whole module.
-        layers: A class of submodules, several, or a function that tells for each submodule.
+        layers: A class of submodules, several, or a function that decides for each submodule.
 
     Raises:
         InvalidOption: If a class matches no submodule, or has no forward.

@@ -1,4 +1,4 @@
-"""The strategies, and what they are made of: the process's devices, units, spread tensors, and where tensors stand."""
+"""The strategies and their parts: the devices, units, sharded and full parameters, a module's tensors by name."""
 
 from __future__ import annotations
 

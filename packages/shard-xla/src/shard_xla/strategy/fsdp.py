@@ -19,10 +19,10 @@ from shard_xla.config import XLAFSDPConfig
 from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
 from shard_xla.strategy.engine import XLAEngine
-from shard_xla.strategy.module_hooks import WholeParameters
-from shard_xla.strategy.module_tensors import Layout, check_on_host, release, take_own_names, take_whole_values
+from shard_xla.strategy.module_hooks import FullParameterHooks
+from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names, take_whole_values
 from shard_xla.strategy.recompilation import RecompilationWatch
-from shard_xla.strategy.stale_parameters import check_held
+from shard_xla.strategy.stale_parameters import check_stale_parameters
 from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class _Sharded:
     """A module that was set up: where its tensors are, and, weakly, what computes."""
 
-    layout: Layout
-    wholes: weakref.ref[WholeParameters]
+    tensors: ModuleTensors
+    hooks: weakref.ref[FullParameterHooks]
 
 
 class XLAFSDPStrategy(XLAEngine, Strategy):
@@ -84,14 +84,14 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         """Shard rank 0's values over all ranks; shards stand under their parameters' names in the module."""
         check_on_host(names)
         send_values(module)
-        layout = Layout(module)
+        tensors = ModuleTensors(module)
         root = units.shard(module, self.config, rank=self.global_rank, world_size=self.world_size)
-        layout.tie_buffers()
-        wholes = WholeParameters(root, {id(layout.places[name].tensor): name for name in layout.places})
-        self._sharded[module] = _Sharded(layout, weakref.ref(wholes))
+        tensors.tie_buffers()
+        hooks = FullParameterHooks(root, {id(tensors.places[name].tensor): name for name in tensors.places})
+        self._sharded[module] = _Sharded(tensors, weakref.ref(hooks))
         take_own_names(module)
-        take_whole_values(module, layout, self.global_rank)
-        self._repoint(optimizers, names, layout)
+        take_whole_values(module, tensors, self.global_rank)
+        self._repoint(optimizers, names, tensors)
         release(names)
         NoInferenceMode(root)
         return root
@@ -100,21 +100,21 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> None:
         """Point the optimizer at the shards."""
-        self._repoint([optimizer], names, self._sharded[module].layout)
+        self._repoint([optimizer], names, self._sharded[module].tensors)
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Accumulate whole gradients on this rank."""
-        return next(wholes for wholes in self._wholes() if wholes.root is module).deferring()
+        return next(hooks for hooks in self._hooks() if hooks.root is module).deferring()
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
-        """Run autograd; gradients are reduced and cut as soon as a parameter's is there."""
+        """Run autograd; gradients are reduced and scattered as soon as a parameter's is there."""
         del module
-        for wholes in self._wholes():
-            wholes.begin_backward()
+        for hooks in self._hooks():
+            hooks.begin_backward()
         loss.backward(**kwargs)
-        for wholes in self._wholes():
-            units.send_gradients(wholes.root)
-            wholes.end_backward()
+        for hooks in self._hooks():
+            units.send_gradients(hooks.root)
+            hooks.end_backward()
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Return this rank's ranges of the gradients; their padding is zero."""
@@ -129,7 +129,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         """Step, and run what is pending: else the graph would grow from step to step."""
         import torch_xla
 
-        check_held(self.info.name, optimizer, self._sharded)
+        check_stale_parameters(self.info.name, optimizer, self._sharded)
         with stepping_lists(optimizer):
             optimizer.step(closure, **kwargs)
         torch_xla.sync()
@@ -139,18 +139,18 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:
         """Describe which range of which parameter this rank holds."""
-        for wholes in self._wholes():
-            wholes.check_values()
-        layouts = {key: self._sharded[module].layout for key, module in modules.items()}
-        return FlatState(layouts, optimizers, rank=self.global_rank, world_size=self.world_size)
+        for hooks in self._hooks():
+            hooks.check_values()
+        tensors = {key: self._sharded[module].tensors for key, module in modules.items()}
+        return FlatState(tensors, optimizers, rank=self.global_rank, world_size=self.world_size)
 
-    def _repoint(self, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames, layout: Layout) -> None:
-        shapes = {id(layout.places[name].tensor): layout.shape_of(name) for name in layout.places}
-        names.repoint(optimizers, layout.parameters, functools.partial(_laid_out, shapes, self.global_rank))
+    def _repoint(self, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames, own: ModuleTensors) -> None:
+        shapes = {id(own.places[name].tensor): own.shape_of(name) for name in own.places}
+        names.repoint(optimizers, own.parameters, functools.partial(_laid_out, shapes, self.global_rank))
 
-    def _wholes(self) -> list[WholeParameters]:
-        found = (sharded.wholes() for sharded in self._sharded.values())
-        return [wholes for wholes in found if wholes is not None]
+    def _hooks(self) -> list[FullParameterHooks]:
+        found = (sharded.hooks() for sharded in self._sharded.values())
+        return [hooks for hooks in found if hooks is not None]
 
 
 def _laid_out(shapes: Mapping[int, tuple[int, ...]], rank: int, shard: torch.Tensor, value: Any) -> Any:

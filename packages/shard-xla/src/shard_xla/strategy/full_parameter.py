@@ -1,4 +1,4 @@
-"""A whole parameter, which computes, kept in step with the shard that users see and optimizers step."""
+"""A full parameter, which computes, kept in step with the shard that users see and optimizers step."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class FullParameter:
-    """A whole parameter and its shard, as they were last seen.
+    """A full parameter and its shard, as they were last seen.
 
     Attributes:
         name: The user's.
-        whole: What computes.
+        full: What computes.
         shard: What users see.
     """
 
     name: str
-    whole: torch.Tensor
+    full: torch.Tensor
     shard: nn.Parameter
 
     def __post_init__(self) -> None:
         self._trains = self.shard.requires_grad
         self._hooks = 0
         self._shown = 0
-        self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.whole)
+        self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.full)
         self._watch()
 
     def follow_values(self) -> bool:
@@ -42,16 +42,16 @@ class FullParameter:
         Raises:
             SetupError: If the whole parameter was changed instead.
         """
-        shard, whole = self._changes
-        if _versions.changes_of(self.whole) != whole:
+        shard, full = self._changes
+        if _versions.changes_of(self.full) != full:
             raise SetupError(
                 f"parameter {self.name!r} was changed in place through its module's attribute, where only a forward "
                 "has whole weights, which are gathered anew for the next; change what parameters() gives: the shards."
             )
         if _versions.changes_of(self.shard) == shard:
             return False
-        torch.autograd.graph.increment_version(self.whole)
-        self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.whole)
+        torch.autograd.graph.increment_version(self.full)
+        self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.full)
         return True
 
     def follow_flag(self) -> None:
@@ -67,14 +67,14 @@ class FullParameter:
             )
         if self._flag_is_known():
             return
-        if self.whole.grad is not None:
+        if self.full.grad is not None:
             raise SetupError(
                 f"requires_grad of parameter {self.name!r} was changed while its gradient waits for the end of "
                 "no_backward_sync(); change it between steps."
             )
         self._trains = not self._trains
         self.shard.requires_grad_(self._trains)
-        self.whole.requires_grad_(self._trains)
+        self.full.requires_grad_(self._trains)
         self._watch()
 
     def check_flag(self) -> None:
@@ -101,7 +101,7 @@ class FullParameter:
         Raises:
             SetupError: If it was.
         """
-        if self.whole.grad is None:
+        if self.full.grad is None:
             return
         if self.shard.grad is None or _versions.changes_of(self.shard.grad) != self._shown:
             raise SetupError(
@@ -111,7 +111,7 @@ class FullParameter:
             )
 
     def _flag_is_known(self) -> bool:
-        return self.shard.requires_grad == self.whole.requires_grad == self._trains
+        return self.shard.requires_grad == self.full.requires_grad == self._trains
 
     def _watch(self) -> None:
         if self._trains and not self._hooks:

@@ -1,4 +1,4 @@
-"""All whole parameters of a module, seen to before each forward and each backward."""
+"""Hooks that check all full parameters of a module before each forward and each backward."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class FullParameterHooks:
         self.root: Any = root
         self._units = list(units_of(root))
         self._parameters = [
-            FullParameter(name=names[id(shard)], whole=whole, shard=shard)
+            FullParameter(name=names[id(shard)], full=full, shard=shard)
             for unit in self._units
-            for whole, shard in _versions.whole_and_shards(unit)
+            for full, shard in _versions.full_and_shards(unit)
         ]
         self._deferring = False
         self._prepared = False
-        # Held by the module alone, so that both go together.
+        # Held by the module alone, so that both are freed at once.
         root.register_forward_pre_hook(self._before_forward)
         root.register_forward_hook(self._after_forward)
 
@@ -65,7 +65,7 @@ class FullParameterHooks:
         Raises:
             SetupError: If one was kept on this rank and not sent by the backward that ends the keeping.
         """
-        kept = [parameter for parameter in self._parameters if parameter.whole.grad is not None]
+        kept = [parameter for parameter in self._parameters if parameter.full.grad is not None]
         if self._deferring:
             for parameter in kept:
                 parameter.show_gradient()
@@ -93,7 +93,7 @@ class FullParameterHooks:
         # A change through ``data`` leaves no trace, so that only micro-batches of one step share what was gathered.
         if not self._deferring or any(changed):
             for unit in self._units:
-                _versions.forget_whole_parameters(unit)
+                _versions.forget_full_parameters(unit)
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         del root, args

@@ -42,7 +42,7 @@ class Place:
         return dict(named(recurse=False, remove_duplicate=False))[self.attribute]
 
 
-class Layout:
+class ModuleTensors:
     """A module's parameters and persistent buffers, noted before anything was wrapped around its parts.
 
     Args:
@@ -160,25 +160,25 @@ def take_own_names(module: nn.Module) -> None:
     module.register_load_state_dict_pre_hook(rename)
 
 
-def take_whole_values(module: nn.Module, layout: Layout, rank: int) -> None:
+def take_whole_values(module: nn.Module, tensors: ModuleTensors, rank: int) -> None:
     """Make ``load_state_dict`` of a module whose parameters are shards accept whole values, too.
 
     Args:
         module: The user's, sharded.
-        layout: Where its parameters are.
+        tensors: Where its parameters are.
         rank: This rank.
     """
 
     def slice_values(module: nn.Module, values: dict[str, Any], prefix: str, *rest: Any) -> None:
         del rest
-        shards = layout.parameters
+        shards = tensors.parameters
         names = {prefix + key: without_wrappers(key) for key in module.state_dict(keep_vars=True)}
         given = {key: name for key, name in names.items() if key in values and name in shards}
-        # Some shards are as long as the whole parameter: what comes along tells which was given.
+        # Some shards are as long as the whole parameter: what comes along decides which was given.
         if all(values[key].shape == shards[name].shape for key, name in given.items()):
             return
         for key, name in given.items():
-            if tuple(values[key].shape) == layout.shape_of(name):
+            if tuple(values[key].shape) == tensors.shape_of(name):
                 values[key] = flat_part(values[key], shards[name], rank=rank)
 
     module.register_load_state_dict_pre_hook(slice_values)

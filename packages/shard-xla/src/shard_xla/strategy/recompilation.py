@@ -9,7 +9,7 @@ class RecompilationWatch:
     """Counts steps that compiled something, and warns when there is no end to them.
 
     Args:
-        patience: After how many such steps in a row to speak, and twice as many before it is said again.
+        patience: After how many such steps in a row to warn, and twice as many before the next warning.
     """
 
     def __init__(self, patience: int = 8) -> None:

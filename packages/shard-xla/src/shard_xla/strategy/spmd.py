@@ -11,14 +11,14 @@ import torch
 
 from shard_core import InvalidOption, Strategy
 from shard_core.backend import NoInferenceMode, SingleCollectives, TorchEngine
-from shard_xla.checkpoint import SpreadState
+from shard_xla.checkpoint import SPMDState
 from shard_xla.config import XLASPMDConfig
 from shard_xla.plugin import SPMD
 from shard_xla.strategy import runtime, spmd_sharding
 from shard_xla.strategy.engine import XLAEngine
-from shard_xla.strategy.module_tensors import Layout, check_on_host, release, take_own_names
+from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names
 from shard_xla.strategy.recompilation import RecompilationWatch
-from shard_xla.strategy.stale_parameters import check_held
+from shard_xla.strategy.stale_parameters import check_stale_parameters
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.units import check_classes
 
@@ -32,7 +32,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     """Spreads parameters, gradients, optimizer state and samples over all XLA devices of one process.
 
     To torch every tensor is whole and there is one rank, which sees the global batch; the compiler
-    cuts tensors and inserts the messages. A process that has begun so cannot do otherwise any more.
+    shards tensors and inserts the messages. A process that has begun so cannot do otherwise any more.
 
     Example:
         >>> XLASPMDStrategy(virtual_devices=4).config.virtual_devices
@@ -43,7 +43,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     config_type = XLASPMDConfig
     config: XLASPMDConfig
     engine_keeps_torch_tensors = False  # a copy of a tensor would be on one device
-    _layouts: weakref.WeakKeyDictionary[torch.nn.Module, Layout]
+    _tensors: weakref.WeakKeyDictionary[torch.nn.Module, ModuleTensors]
     _watch: RecompilationWatch
     _devices: Any
 
@@ -58,7 +58,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         """Start the devices; none of them is a rank."""
         runtime.check_accelerator(self.info.name, self.options.accelerator)
         runtime.start(self.info.name, devices=self.config.virtual_devices, spmd=True)
-        self._layouts = weakref.WeakKeyDictionary()
+        self._tensors = weakref.WeakKeyDictionary()
         self._watch = RecompilationWatch()
         self._devices = spmd_sharding.make_mesh()
         return None
@@ -69,12 +69,12 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         """Move the module to the devices, tied as it is, and shard it."""
         check_on_host(names)
         check_classes(module, self.config)
-        layout = Layout(module)
+        tensors = ModuleTensors(module)
         spmd_sharding.to_device(module, self.root_device)
         for parameter in module.parameters():
             spmd_sharding.shard_tensor(parameter, self._devices)
-        self._layouts[module] = layout
-        self._repoint(optimizers, names, layout)
+        self._tensors[module] = tensors
+        self._repoint(optimizers, names, tensors)
         release(names)
         root = spmd_sharding.wrap(module, self.config, self._devices)
         take_own_names(module)
@@ -85,7 +85,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> None:
         """Point the optimizer at the parameters on the devices."""
-        self._repoint([optimizer], names, self._layouts[module])
+        self._repoint([optimizer], names, self._tensors[module])
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return None: the compiler reduces gradients in every backward."""
@@ -96,7 +96,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         """Step, and run what is pending: else the graph would grow from step to step."""
         import torch_xla
 
-        check_held(self.info.name, optimizer, self._layouts)
+        check_stale_parameters(self.info.name, optimizer, self._tensors)
         with stepping_lists(optimizer):
             super().engine_step(optimizer, closure, **kwargs)
         torch_xla.sync()
@@ -106,11 +106,11 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:
         """Describe which part of which tensor each device holds."""
-        layouts = {key: self._layouts[module] for key, module in modules.items()}
-        return SpreadState(layouts, optimizers, self._zeros_like)
+        tensors = {key: self._tensors[module] for key, module in modules.items()}
+        return SPMDState(tensors, optimizers, self._zeros_like)
 
-    def _repoint(self, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames, layout: Layout) -> None:
-        names.repoint(optimizers, layout.parameters, self._laid_out)
+    def _repoint(self, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames, own: ModuleTensors) -> None:
+        names.repoint(optimizers, own.parameters, self._laid_out)
 
     def _laid_out(self, parameter: torch.Tensor, value: Any) -> Any:
         """Shard optimizer state that was made on the host."""

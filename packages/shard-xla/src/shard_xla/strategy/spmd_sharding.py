@@ -1,4 +1,4 @@
-"""Spreading tensors over all devices of a process: the mesh, and which dim is cut."""
+"""Sharding tensors over all devices of a process: the mesh, and along which dim."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def shard_samples(data: Any, mesh: Any) -> None:
 
 
 def wrap(module: nn.Module, config: XLASPMDConfig, mesh: Any) -> nn.Module:
-    """Wrap a module whose parameters are spread, so that what goes in and comes out is cut by samples.
+    """Wrap a module whose parameters are sharded, so that what goes in and comes out is sharded by samples.
 
     Args:
         module: On XLA's device.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def check_held(strategy: str, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
+def check_stale_parameters(strategy: str, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
     """Refuse an optimizer that was given parameters as they were before setup: nothing would ever train them.
 
     Args:

@@ -47,7 +47,7 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
         What to call.
 
     Raises:
-        SetupError: If a parameter cannot be cut as the options say.
+        SetupError: If a parameter cannot be split as the options say.
         InvalidOption: If a class that was named matches no submodule.
     """
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
@@ -70,7 +70,7 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
     )
     _refuse_units_inside(module, config)
     for unit in units_of(root):
-        # A rank alone has nobody to talk to: through the host its step would be cut into pieces for nothing.
+        # A rank alone has nobody to talk to: through the host its step would be split into pieces for nothing.
         if world_size > 1:
             take_over_collectives(
                 unit,

@@ -93,7 +93,7 @@ class Mismatch(Suite):
         """
         ranks.run(saves, tmp_path)
         messages = ranks.run(loads_strictly, tmp_path)
-        assert messages[0], "a model that differs from the checkpoint was loaded strictly, and nothing was said"
+        assert messages[0], "a model that differs from the checkpoint was loaded strictly, without an error"
         unnamed = [name for name in _DIFFERING if not _names(messages[0], name)]
         assert not unnamed, f"the refusal does not name {unnamed}:\n{messages[0]}"
         assert len(set(messages)) == 1, f"the ranks raised unlike errors: {messages}"
@@ -103,7 +103,7 @@ class Mismatch(Suite):
         """With ``strict=False`` a load takes what fits, leaves the rest as it was and names it in a warning.
 
         Usual cause:
-            ``strict`` is not passed on, or what does not fit is cut, padded or zeroed.
+            ``strict`` is not passed on, or what does not fit is truncated, padded or zeroed.
         """
         saved = ranks.run(saves, tmp_path)[0]
         refusal, warned, before, after = ranks.run(loads_what_fits, tmp_path)[0]
@@ -165,7 +165,7 @@ def loads_strictly(subject: Subject, path: Path) -> str:
 
 
 def loads_what_fits(subject: Subject, path: Path) -> tuple[str, str, Bits, Bits]:
-    """Load into what differs in every way with ``strict=False``; give what was said, and all bits around it."""
+    """Load into what differs in every way with ``strict=False``; return the warnings, and all bits around it."""
     with subject.strategy() as strategy:
         model, optimizer = trained(strategy, Here, _sgd, seed=1)
         state = {"model": model, "optimizer": optimizer, "epoch": 3}

@@ -28,7 +28,7 @@ class Elsewhere(Suite):
         """What one number of ranks saved, weights and optimizer state, loads at any other, bit for bit.
 
         Usual cause:
-            Files or keys are looked for by rank, or an uneven last shard is cut or padded.
+            Files or keys are looked for by rank, or an uneven last shard is truncated or padded.
         """
         saved = ranks.run(saves, tmp_path)[0]
         others = [size for size in self.sizes() if size != ranks.size]

@@ -1,4 +1,4 @@
-"""A killed save and a damaged file are told from a good checkpoint."""
+"""A killed save and a damaged file are distinguished from a good checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PICKLE_IN_BASE64 = re.compile(rb"gA[SW]V")
 
 
 class Safety(Suite):
-    """A killed save and a damaged file are told from a good checkpoint."""
+    """A killed save and a damaged file are distinguished from a good checkpoint."""
 
     @promise(after=("optimizer_made_before_or_after_setup",), every_size=False)
     def test_holds_no_pickle(self, ranks: Ranks, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ class Safety(Suite):
         assert not pickled, f"{pickled} hold pickles: whoever loads the checkpoint runs what stands in them"
         assert all("'odd" in refusal for refusal in refusals), (
             f"an object that is no tensor and no JSON value, saved as 'odd', should be refused by name; "
-            f"said was {refusals}"
+            f"the answers were {refusals}"
         )
 
     @promise(after=("round_trip_is_bitwise", "moments_come_back", "holds_no_pickle"), every_size=False)
@@ -76,7 +76,7 @@ class Safety(Suite):
     def test_killed_save_leaves_the_old_or_the_new(self, ranks: Ranks, tmp_path: Path, form: str) -> None:
         """Whenever a save is killed, the checkpoint that was there loads, or the new one; half of one never.
 
-        What every file operation of a save leaves behind is looked at, and one rank is killed for good.
+        What every file operation of a save leaves is checked, and one rank is killed for good.
 
         Usual cause:
             The old checkpoint is removed or written over before the new one is complete.
@@ -101,7 +101,7 @@ class Safety(Suite):
         """A rank that does not come to a save or a load is named within ``guard_timeout`` to those that came.
 
         Usual cause:
-            The ranks talk before anyone looks whether all are there, so that a call under ``if rank == 0`` hangs.
+            The ranks communicate before anyone checks that all are there, so that a call under ``if rank == 0`` hangs.
         """
         if ranks.size == 1:
             return  # nobody can be missing
@@ -110,7 +110,7 @@ class Safety(Suite):
         absent = ranks.size - 1
         for rank, message in enumerate(ranks.run(misses_one, tmp_path / _NAME, call)[:absent]):
             assert re.search(rf"\brank {absent}\b", message), (
-                f"rank {absent} did not come to {call}, and rank {rank} was told {message!r}"
+                f"rank {absent} did not come to {call}, and rank {rank} got {message!r}"
             )
 
 
@@ -171,7 +171,7 @@ def saves(subject: Subject, path: Path) -> Bits:
 
 
 def loads_damaged(subject: Subject, paths: list[Path]) -> list[tuple[str, Bits, Bits]]:
-    """Load each checkpoint; give what was said of it, and all bits before and after."""
+    """Load each checkpoint; return the error, and all bits before and after."""
     found = []
     with subject.strategy() as strategy:
         model, optimizer = trained(strategy, "plain", "sgd", seed=1)

@@ -142,7 +142,7 @@ def train_and_look(subject: Subject, path: Path, made: _Made, steps: int) -> _Ru
         steps: How many steps; none where a checkpoint is there already.
 
     Returns:
-        What was seen, or what the strategy said against it.
+        What was seen, or the strategy's error.
     """
     try:
         with subject.strategy() as strategy:

@@ -1,1 +1,1 @@
-"""Promises about ranks that talk: what they reduce and gather, what they hand out, and where they meet."""
+"""Promises about collectives: what ranks reduce and gather, what they broadcast, and how they wait."""

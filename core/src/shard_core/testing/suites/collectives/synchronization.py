@@ -1,4 +1,4 @@
-"""Ranks meet: they hand out objects, wait for one another, and hear why a call cannot work."""
+"""Ranks synchronize: they broadcast objects, wait for one another, and learn why a call cannot work."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _GUARD_SECONDS = 3.0
-#: When a rank must have heard of it on a loaded machine: far sooner than the half hour that engines wait themselves.
+#: When a rank must know of it on a loaded machine: far sooner than the half hour that engines wait themselves.
 _LATEST_SECONDS = 43.0
 
 
 class Meetings(Suite):
-    """Ranks meet: they hand out objects, wait for one another, and hear why a call cannot work."""
+    """Ranks synchronize: they broadcast objects, wait for one another, and learn why a call cannot work."""
 
     @promise(every_size=False)
     def test_broadcasts_objects(self, ranks: Ranks) -> None:
@@ -64,7 +64,7 @@ class Meetings(Suite):
             for what, (words, message) in answers.items():
                 assert message, f"rank {rank}: {what} is not refused; raise CollectiveError"
                 absent = [word for word in words if word not in message]
-                assert not absent, f"rank {rank}: what is said of {what} does not name {absent}: {message}"
+                assert not absent, f"rank {rank}: the error about {what} does not name {absent}: {message}"
             assert still == ranks.size, f"rank {rank}: after a refusal the sum of ones is {still}"
 
     @promise(after=("barrier_waits",), every_size=False)
@@ -79,7 +79,7 @@ class Meetings(Suite):
         for rank, (message, seconds) in enumerate(answers[:missing]):
             assert message, f"rank {rank} left the barrier without rank {missing}"
             for word in (f"rank {missing}", "epoch end"):
-                assert word in message, f"rank {rank}: what is said of the absence does not name {word!r}: {message}"
+                assert word in message, f"rank {rank}: the error about the absence does not name {word!r}: {message}"
             assert seconds < _LATEST_SECONDS, f"rank {rank} waited {seconds:.1f} s, guard_timeout is 3 s"
 
 
@@ -104,7 +104,7 @@ def meet(subject: Subject) -> list[tuple[float, float]]:
 
 
 def ask_the_impossible(subject: Subject) -> tuple[dict[str, tuple[tuple[str, ...], str]], float]:
-    """Return what is said of each impossible request, beside the words it must name, and a sum of ones at the end."""
+    """Return the error of each impossible request, with the words it must name, and a sum of ones at the end."""
     with subject.strategy() as strategy:
         ones = torch.ones(2, device=strategy.root_device)
         absent = strategy.world_size

@@ -140,7 +140,7 @@ class Tensors(Suite):
         """With sync_grads=True, all_gather brings each rank the gradient of all ranks' losses by its own part.
 
         Usual cause:
-            The gathered tensor is cut off from the graph, or each rank keeps only its own loss's gradient.
+            The gathered tensor is detached from the graph, or each rank keeps only its own loss's gradient.
         """
         everyone = sum(range(1, ranks.size + 1))
         for rank, gradient in enumerate(ranks.run(gather_with_gradients)):

@@ -82,7 +82,7 @@ class Construction(Suite):
             message = str(error)
         assert message, f"{_NO_OPTION}=1 is taken for an option; refuse it with InvalidOption"
         absent = [name for name in (_NO_OPTION, *known) if name not in message]
-        assert not absent, f"what is said of an unknown option does not name {absent}: {message}"
+        assert not absent, f"the error about an unknown option does not name {absent}: {message}"
 
 
 def look_at_members(subject: Subject) -> list[str]:

@@ -41,7 +41,7 @@ class Abilities(Suite):
         """A module set up alone gives the outputs of plain PyTorch.
 
         Usual cause:
-            The engine is only brought up together with an optimizer.
+            The engine is only started along with an optimizer.
         """
         torch.manual_seed(0)
         plain = models.make("plain").eval()
@@ -78,7 +78,7 @@ class Abilities(Suite):
         """While a module is built in the context and set up, no rank of several ever holds all of its parameters.
 
         Usual cause:
-            The context builds as plain PyTorch does, or setup fills whole parameters before it cuts them.
+            The context builds as plain PyTorch does, or setup fills whole parameters before it shards them.
         """
         for rank, (whole, peak) in enumerate(ranks.run(build_within)):
             assert whole > 0.9 * _LAYERS * _MIB, f"the module has {whole} bytes of parameters"

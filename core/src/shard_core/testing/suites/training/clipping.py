@@ -78,7 +78,7 @@ class Clipping(Suite):
         """Clipping works by the sum of absolute values and by the largest of them as well.
 
         Usual cause:
-            Norms of shards are put together as if they were 2-norms, or ``norm_type`` is ignored.
+            Norms of shards are combined as if they were 2-norms, or ``norm_type`` is ignored.
         """
         _assert_clipped(ranks, (_BITES,), norm_type)
 
@@ -170,7 +170,7 @@ def clipped_by_value(subject: Subject) -> dict[str, torch.Tensor]:
 
 
 def clipped_spoiled(subject: Subject, spoil: float) -> tuple[bool, float]:
-    """Clip a gradient that one rank spoiled; tell whether that raised, and the norm without raising."""
+    """Clip a gradient that one rank spoiled; return whether that raised, and the norm without raising."""
     with subject.strategy() as strategy:
         model, optimizer = set_up(strategy, plain_descent.Fragile, plain_descent.make_optimizer)
         strategy.backward(plain_descent.spoiled_loss(strategy, model, _batch("plain"), spoil), model)

@@ -73,7 +73,7 @@ class Float16(Suite):
         """In ``16-mixed`` every skipped step lowers the scaler's factor, until a step succeeds on all ranks at once.
 
         Usual cause:
-            The scaler is never told that a step was skipped, or its factor is read once and kept.
+            The scaler never learns that a step was skipped, or its factor is read once and kept.
         """
         tries = ranks.run(tries_until_it_fits)
         assert tries[0] is not None, f"{_TRIES} steps in a row were skipped though a factor of 2048 would do"
@@ -109,7 +109,7 @@ def overflowing(subject: Subject) -> tuple[list[Any], float, list[bool], Any, di
     """Train a few steps, one rank's gradient infinite in one of them.
 
     Returns:
-        What the steps said, the norm of the infinite gradient, in which steps weights changed, the scaler's
+        What the steps returned, the norm of the infinite gradient, in which steps weights changed, the scaler's
         state at the end, and the weights.
     """
     with subject.strategy(precision="16-mixed") as strategy:

@@ -223,7 +223,7 @@ def _muon(module: nn.Module) -> torch.optim.Optimizer:
 
 
 class DistanceEstimate(torch.optim.Optimizer):
-    """Descends as far as an estimate over all tensors together says that there is to go, which its group keeps."""
+    """Descends as far as an estimate over all tensors says that there is to go, which its group keeps."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})

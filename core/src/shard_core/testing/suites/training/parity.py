@@ -205,7 +205,7 @@ def _trained_by_hand(what: str) -> oracle.Trajectory:
 
 
 def train_by_hand(subject: Subject, what: str) -> Run | str:
-    """Train with changes by hand, or return what the strategy said against them."""
+    """Train with changes by hand, or return the strategy's error."""
     losses = []
     with subject.strategy() as strategy:
         model, optimizer = set_up(strategy, "plain", "sgd")

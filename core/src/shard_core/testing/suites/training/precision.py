@@ -229,7 +229,7 @@ def dtypes(subject: Subject, precision: str) -> tuple[PrecisionPolicy, dict[str,
 
 
 def trained(subject: Subject, precision: str) -> Trained:
-    """Train a few steps and tell what they were computed in."""
+    """Train a few steps and return the dtypes they were computed in."""
     with subject.strategy(precision=precision) as strategy:
         model, optimizer = set_up(strategy, Watched, _make_slow_optimizer)
         losses = [_step(strategy, model, optimizer, batch) for batch in models.batches("plain", _STEPS, _BATCH)]

@@ -46,7 +46,7 @@ class Randomness(Suite):
 
     @promise()
     def test_dropout_drops_its_share(self, ranks: Ranks) -> None:
-        """In training, dropout drops the share it is told to and scales what is left.
+        """In training, dropout drops the share it is set to and scales what is left.
 
         Usual cause:
             Setup leaves the module in evaluation mode, or a generator of the engine's own draws masks that are
@@ -80,7 +80,7 @@ class Randomness(Suite):
         """The same seed at the same size gives the same run, bit for bit, dropout included.
 
         Usual cause:
-            A generator is seeded from the clock or from what an earlier run left behind, or gradients are
+            A generator is seeded from the clock or from what an earlier run left, or gradients are
             added up in the order they happen to arrive.
         """
         for rank, (first, second) in enumerate(ranks.run(run_twice)):

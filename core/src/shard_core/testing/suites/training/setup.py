@@ -47,7 +47,7 @@ class Setup(Suite):
         """An optimizer steps the module's weights, whether it was made before setup or after.
 
         Where setup leaves parameters with other numbers of dims, several groups over them are refused with a
-        SetupError: whoever told matrices from the rest by ``ndim`` would have put all into one.
+        SetupError: whoever distinguished matrices from the rest by ``ndim`` would have put all into one.
 
         Usual cause:
             The optimizer still holds the parameters that the module had before it was sharded, copied or cast:
@@ -222,7 +222,7 @@ def decay_only(subject: Subject) -> tuple[list[dict[str, Any]], dict[str, torch.
 
 
 def stop_a_group(subject: Subject) -> tuple[bool, bool, dict[str, bool]]:
-    """Set the rate of the first group to 0 in the objects kept from before setup; tell which weights move."""
+    """Set the rate of the first group to 0 in the objects kept from before setup; return which weights move."""
     with subject.strategy() as strategy:
         strategy.seed_everything(0)
         with strategy.module_init_context():

@@ -158,7 +158,7 @@ def _trained(
 
 
 def train_tied(subject: Subject) -> Run | str:
-    """Train a tied model, or return what setup said against it."""
+    """Train a tied model, or return setup's error."""
     with subject.strategy() as strategy:
         try:
             model, optimizer = set_up(strategy, "gpt", "sgd")
@@ -193,7 +193,7 @@ def train_unfreezing(subject: Subject) -> Run:
 
 
 def train_unused(subject: Subject, make: Callable[[], nn.Module]) -> Run | str:
-    """Train a model some of whose parameters get no gradient, or return what the strategy said against it."""
+    """Train a model some of whose parameters get no gradient, or return the strategy's error."""
     try:
         return train(subject, make, _decaying, _STEPS)
     except ShardError as refusal:
