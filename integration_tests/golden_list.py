@@ -35,7 +35,7 @@ class Golden:
         size: How many ranks, or devices, it was spread over.
         form: ``"sharded"`` or ``"full"``.
         precision: The precision's name.
-        options: What ``get_strategy`` was told besides.
+        options: Further arguments of ``get_strategy``.
         replaces: Whether another checkpoint stood there, and training went on while this one was written.
         streams: Whether it holds the position of a stream, good for this number of ranks alone, and every dtype.
         data_ranks: The ranks' places among those that see different data.

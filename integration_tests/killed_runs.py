@@ -87,7 +87,7 @@ def _run(name: str, path: str, value: float, form: str, victims: list[int], afte
             assert signal_byte, "the run died by itself"
             saved += signal_byte == b"s"
     took = time.perf_counter() - began
-    for child in children:  # a rank whose peer has died would wait for it as long as its guard says
+    for child in children:  # a rank that misses another would wait for it as long as its guard says
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     os.close(received)

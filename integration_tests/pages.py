@@ -19,7 +19,7 @@ class Block:
     """One fenced block of a page.
 
     Attributes:
-        language: What stands behind the fence.
+        language: What stands after the fence.
         text: What stands inside.
     """
 

@@ -48,7 +48,7 @@ class Stretch:
 
     Attributes:
         drawn: Random numbers of this rank before the first.
-        samples: Which samples all ranks trained on together, by step.
+        samples: Which samples all ranks trained on, by step.
         losses: The loss over all ranks, by step.
     """
 

@@ -26,9 +26,9 @@ from shard_core.precision.policies import POLICIES
 from shard_core.strategy.engine import Engine
 
 EXAMPLE = "docs/examples/train_gpt.py"
-#: Those of packages that live in environments of their own are told as well; their plugins reach no library.
+#: Those of packages that live in environments of their own are listed as well; their plugins reach no library.
 PRESENT = (*plugins.installed(), *elsewhere())
-#: Its code is put together step by step in test_write_a_backend.py.
+#: Its code is built step by step in test_write_a_backend.py.
 WALKED = "docs/tutorials/write-a-backend.md"
 
 #: What a reader of a page that shows only the loop has around it.
@@ -133,7 +133,7 @@ def test_strategies_are_those_that_shard_list_shows(name):
     assert sorted(listed) == sorted([each.name, each.distribution, each.summary.replace("`", "")] for each in PRESENT)
 
 
-def test_backends_tell_what_they_can_be_told():
+def test_pages_list_every_option_of_the_backends():
     places = [each for each in pages() if each.name.startswith("docs/backends/")]
     listed = {tuple(row) for each in places for row in each.table("option", "default", "what it is")}
     known = {(option.name, str(option.default), option.help) for each in PRESENT for option in each.info.options}

@@ -51,7 +51,7 @@ def changes_weights() -> list[str]:
         return messages
 
 
-def test_who_changes_sharded_weights_too_early_is_told(worlds: Any) -> None:
+def test_changing_sharded_weights_too_early_is_an_error(worlds: Any) -> None:
     for messages in worlds(2).run(changes_weights):
         of = messages[0].partition("[")[2].partition("]")[0]
         assert messages == [

@@ -63,7 +63,7 @@ def test_from_pretrained_loads_what_was_trained(
 
 
 def test_what_transformers_writes_itself_is_no_other(tmp_path: Path) -> None:
-    """The same names, tied ones told once, and the dtype that was asked for."""
+    """The same names, tied ones stored once, and the dtype that was asked for."""
     torch.manual_seed(0)
     with get_strategy("single", accelerator="cpu") as strategy:
         model: Any = make("gpt2")

@@ -63,7 +63,7 @@ def new(folder: Path, *words: str):
     return run(folder, sys.executable, str(folder / SCRIPT), *words)
 
 
-def test_a_new_backend_of_the_repository_is_found_and_told_of(repository):
+def test_a_new_backend_of_the_repository_is_found_and_documented(repository):
     output = succeed(new(repository, "my_own"))
     assert 'python3 noxfile.py -s "conformance(shard-my-own)"' in output
     look = "import runpy; print(*runpy.run_path('noxfile.py')['DISTRIBUTIONS'])"

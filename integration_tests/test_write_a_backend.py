@@ -60,7 +60,7 @@ def patched(text: str, diff: str) -> str:
 
 
 def missing(quoted: str, output: str) -> list[str]:
-    """List the lines that nobody said; ``...`` stands for anything."""
+    """List the lines that were not printed; ``...`` stands for anything."""
     patterns = {line: ".*".join(re.escape(part.strip()) for part in line.split("...")) for line in quoted.splitlines()}
     return [line for line, pattern in patterns.items() if not re.search(pattern, output)]
 

@@ -1,7 +1,7 @@
 """What saving and loading costs, against writing the same bytes by hand and against torch's distributed checkpoints.
 
 Run it with ``python integration_tests/benchmarks/checkpoint_speed.py``. An FSDP2 model and its AdamW state are written
-by two ranks and read again, from the page cache, into the same shards and into shards cut along the other dim. All take
+by two ranks and read again, from the page cache, into the same shards and into shards along the other dim. All take
 turns within a round. It prints median seconds, the rate, and how much memory a rank needed besides what it trains with.
 """
 
@@ -82,7 +82,7 @@ def _anonymous() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise LookupError("this system does not tell how much anonymous memory a process has.")
+    raise LookupError("this system does not report how much anonymous memory a process has.")
 
 
 @contextlib.contextmanager

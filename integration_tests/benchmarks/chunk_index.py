@@ -112,7 +112,7 @@ def main() -> None:
         PHASES[args.phase](args.ranks, args.folder)
         return
     with tempfile.TemporaryDirectory() as folder:
-        for phase in PHASES:  # each in a process of its own, which tells its own peak
+        for phase in PHASES:  # each in a process of its own, which measures its own peak
             command = [sys.executable, __file__, "--ranks", str(args.ranks), "--phase", phase, "--folder", folder]
             subprocess.run(command, check=True)
 

@@ -2,7 +2,7 @@
 
 Run it with ``python integration_tests/benchmarks/fsdp_defaults.py``. A search goes through units, resharding, kernel
 and prefetching of a hand-written loop on ``fully_shard`` and drops the slower half until three are left; these, the
-loop with one unit per block, and each peer that is installed then take turns with ours. Ratios are taken between
+loop with one unit per block, and each installed library then take turns with ours. Ratios are taken between
 neighbours in time, so a machine that slows down slows both; what counts is the largest of ours over the three.
 """
 

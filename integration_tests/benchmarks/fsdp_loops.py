@@ -17,9 +17,9 @@ class Settings:
     """What can be tuned by hand.
 
     Attributes:
-        unit: How many neighbouring blocks are gathered together; None for all of the model at once.
+        unit: How many neighbouring blocks are gathered at once; None for all of the model at once.
         reshard: Whether whole parameters are freed between forward and backward.
-        fused: Whether the optimizer is told to use its fused kernel.
+        fused: Whether the optimizer is to use its fused kernel.
         prefetch: How many units are gathered ahead by name.
     """
 

@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 
 
 def check_sharded(model: nn.Module) -> None:
-    """Refuse to time a peer that keeps whole parameters on every rank."""
+    """Refuse to time a library that keeps whole parameters on every rank."""
     parameters = list(model.parameters())
     held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
-    assert held <= 0.6 * sum(p.numel() for p in parameters), "this peer does not shard here"
+    assert held <= 0.6 * sum(p.numel() for p in parameters), "this library does not shard here"
     assert dist.get_world_size() == 2
 
 
 class FabricLoop:
-    """Lightning Fabric's ``ModelParallelStrategy``, cut per block as its documentation shows."""
+    """Lightning Fabric's ``ModelParallelStrategy``, sharded per block as its documentation shows."""
 
     needs = "lightning"
 
@@ -51,7 +51,7 @@ class FabricLoop:
 
 
 class AccelerateLoop:
-    """Accelerate's FSDP2, cut per block as its default policy does for models that name their blocks."""
+    """Accelerate's FSDP2, sharded per block as its default policy does for models that name their blocks."""
 
     needs = "accelerate"
 
@@ -65,7 +65,7 @@ class AccelerateLoop:
             transformer_cls_names_to_wrap=["TransformerEncoderLayer"],
         )
         self.accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        # On CPUs it would leave the plugin aside without a word, and train data parallel.
+        # On CPUs it would ignore the plugin without a word, and train data parallel.
         self.accelerator.state.distributed_type = DistributedType.FSDP
         self.accelerator.state.fsdp_plugin = plugin
         optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)

@@ -45,7 +45,7 @@ class Place:
     Attributes:
         ranks: How many.
         shape: What else there is to say of them.
-        options: What the strategy is told.
+        options: Those of the strategy.
         environment: What the processes find in theirs.
     """
 
@@ -55,7 +55,7 @@ class Place:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-#: Strategies that are not simply judged on two ranks, told nothing. Small models are cut as large ones would be.
+#: Strategies that are not simply judged on two ranks, without options. Small models are split as large ones would be.
 PLACES: Mapping[str, Sequence[Place]] = {
     "fsdp": [Place(options={"unit_bytes": 1})],
     "fsdp_cpu_offload": [Place(options={"unit_bytes": 1})],
@@ -68,7 +68,7 @@ PLACES: Mapping[str, Sequence[Place]] = {
     "xla_fsdp": [Place(options={"collectives": "host"})],
     "xla_spmd": [Place(ranks=1, shape="4 devices", environment={"XLA_USE_SPMD": "1", "CPU_NUM_DEVICES": "4"})],
 }
-#: What a strategy must be told of a model.
+#: Options that a strategy needs for a model.
 OF_MODELS = {("tp", "gpt"): {"plan": {"blocks.*.expand": "colwise", "blocks.*.contract": "rowwise"}}}
 #: Models that a strategy has nothing for, and why.
 LEFT_OUT = {("tp", "gpt2"): "no plan"}

@@ -53,7 +53,7 @@ class Engine:
     Attributes:
         strategy: Ours, by name.
         raw: Makes the hand-written loop around a model.
-        options: What ours is told.
+        options: Those of ours.
         devices: How many ranks, where the raw loop works with this many only.
     """
 

@@ -28,7 +28,7 @@ def _verify(*arguments):
     return CliRunner().invoke(main, ["checkpoint", "verify", *map(str, arguments)])
 
 
-def test_a_fine_checkpoint_is_said_to_be_fine(checkpoint):
+def test_a_fine_checkpoint_is_reported_as_fine(checkpoint):
     result = _verify(checkpoint)
     assert (result.exit_code, result.output) == (0, f"{checkpoint}: fine (2 tensors, 0.0 MB).\n")
     result = _verify(checkpoint, "--json")

@@ -74,7 +74,7 @@ def test_json_is_all_of_it(run):
     assert len(tensors) == 7 + len(random)
 
 
-def test_cheap_checks_find_what_is_missing_cut_or_overwritten(run):
+def test_cheap_checks_find_what_is_missing_truncated_or_overwritten(run):
     path = run / "step-2" / "model-00000-of-00001.safetensors"
     raw = path.read_bytes()
     for change, expected in [

@@ -34,7 +34,7 @@ def _rows(result):
     return {line.split()[0]: line for line in lines if line.startswith("step-")}
 
 
-def test_old_checkpoints_go_and_it_is_said_why(run):
+def test_old_checkpoints_go_and_the_reason_is_printed(run):
     result = _prune(run, "--keep-last", 1, "--keep-every", 2, "--yes")
     assert result.exit_code == 0
     rows = _rows(result)

@@ -92,11 +92,11 @@ def test_ranks_that_are_restarted_meet_again(tmp_path):
         "import os, sys, torch\n"
         "from shard_core import get_strategy\n"
         "with get_strategy('ddp', accelerator='cpu') as strategy:\n"
-        "    told = strategy.collectives.gather_objects(strategy.global_rank)\n"
+        "    ranks = strategy.collectives.gather_objects(strategy.global_rank)\n"
         "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
         "        sys.exit(7)\n"
         "    if strategy.is_global_zero:\n"
-        "        sys.stdout.write(f'{told} over {os.environ[\"MASTER_ADDR\"]}\\n')\n"
+        "        sys.stdout.write(f'{ranks} over {os.environ[\"MASTER_ADDR\"]}\\n')\n"
     )
     done = shard_run("--nproc-per-node", 2, "--max-restarts", 1, "--monitor-interval", "0.1", script)
     assert (done.returncode, done.stdout) == (0, "[0, 1] over 127.0.0.1\n"), done.stderr

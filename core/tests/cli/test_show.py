@@ -81,7 +81,7 @@ def test_common_arguments_are_listed_too():
     assert all(each["help"] for each in options.values())
 
 
-def test_presets_are_the_defaults_of_a_name_and_a_problem_is_told(site):
+def test_presets_are_the_defaults_of_a_name_and_a_problem_is_printed(site):
     site.install("shard-toy", entries={"shard.strategies": {"toy": "toy_show"}}, modules={"toy_show": PLUGIN})
     card = show("toy")
     assert card["options"] == [{"name": "stage", "type": "int", "default": 3, "help": "how far"}]

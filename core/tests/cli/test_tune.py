@@ -153,7 +153,7 @@ def test_the_fastest_that_trains_alike_is_named_and_all_are_shown(script, paces)
     assert "Fastest: pace='fast', polished=True, in 0." in found["says"]
 
 
-def test_the_best_is_said_as_it_is_pasted(script, paces):
+def test_the_best_is_printed_as_it_is_pasted(script, paces):
     output = text(tune(script, *among("fast")))
     assert "get_strategy('paced', among=('fast',), pace='fast', polished=True)" in output
     assert "--option pace=fast --option polished=True" in output
@@ -165,7 +165,7 @@ def test_defaults_that_are_fastest_are_kept(script, paces):
     assert "get_strategy" not in output
 
 
-def test_what_the_user_has_said_is_kept(script, paces):
+def test_what_the_user_has_set_is_kept(script, paces):
     output = text(tune(script, "--option", "pace=slow", *among("fast")))
     assert "Strategy 'paced' names no setting worth trying besides what you gave, for this model on 1 rank." in output
 
@@ -224,7 +224,7 @@ def test_what_is_found_wrong_on_a_rank_gets_a_sentence_too(script):
     assert result.stderr == "Error: torch has no process group backend 'glo' here; did you mean 'gloo'? it has: gloo.\n"
 
 
-def test_defaults_that_fail_are_told_though_nothing_else_is_tried(script, paces):
+def test_defaults_that_fail_are_reported_though_nothing_else_is_tried(script, paces):
     result = tune(script, *among("fast"), "--option", "pace=broken", "--option", "polished=True")
     assert (result.exit_code, result.stderr) == (2, "Error: this pace is broken.\n")
 

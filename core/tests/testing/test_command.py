@@ -173,7 +173,7 @@ def test_without_pytest_the_extra_is_named():
     assert done.stderr == "Error: the kit runs on pytest, which is not installed; install shard-core[testing].\n"
 
 
-def test_a_rank_that_failed_is_told_by_its_last_exception(worlds):
+def test_a_rank_that_failed_is_reported_by_its_last_exception(worlds):
     with pytest.raises(RankFailed) as failure:
         worlds(2).run(chain)
     assert reason_of(failure.value).endswith("raised: ValueError: outer, on two lines")
@@ -182,7 +182,7 @@ def test_a_rank_that_failed_is_told_by_its_last_exception(worlds):
     assert reason_of(failure.value) in ("rank 0 died with exit code 3", "rank 1 died with exit code 3")
 
 
-def test_of_ranks_that_hang_each_is_told_with_its_place(worlds):
+def test_of_ranks_that_hang_each_is_reported_with_its_place(worlds):
     worlds(2).run(dist.get_rank)
     with pytest.raises(RankFailed) as failure:
         worlds(2).run(one_sleeps, timeout=6)

@@ -19,7 +19,7 @@ PLUGIN = """
     from shard_core.plugins import hookimpl
     from shard_core.strategies.plugin import SINGLE
 
-    SAID = {
+    METADATA = {
         "doubling": {"factory": "coats:Doubling"},
         "hiding": {"factory": "coats:Coat", "capabilities": SINGLE.capabilities - {Capability.SYNC_GRADS}},
         "boasting": {"factory": "coats:Boasting"},
@@ -29,7 +29,7 @@ PLUGIN = """
 
     @hookimpl
     def shard_strategy(name):
-        return dataclasses.replace(SINGLE, name=name, **SAID[name])
+        return dataclasses.replace(SINGLE, name=name, **METADATA[name])
 """
 COATS = """
     from shard_core.errors import MissingCapability
@@ -246,7 +246,7 @@ def test_an_excuse_holds_while_the_promise_is_broken(judge, strategies):
     )
 
 
-def test_a_broken_promise_is_told_with_its_cause(judge, strategies):
+def test_a_broken_promise_is_reported_with_its_cause(judge, strategies):
     result = judge(
         """
         class TestSilent(Conformance):

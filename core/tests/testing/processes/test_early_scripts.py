@@ -66,7 +66,7 @@ def test_a_script_runs_once_however_often_it_is_started_and_awaited(scripts):
     assert scripts.result(script) is scripts.result(script)
 
 
-def test_what_a_script_is_told_reaches_it_and_what_it_prints_is_its_own(scripts):
+def test_arguments_of_a_script_reach_it_and_what_it_prints_is_its_own(scripts):
     text = (
         NOTING
         + "import os, pickle, sys\n"
@@ -109,7 +109,7 @@ def _dying(**how):
     return Script(text=DYING.format(**how), dies="mine", survives=0.5)
 
 
-def test_time_begins_with_a_death_however_long_starting_took(scripts, monkeypatch):
+def test_time_begins_with_a_crash_however_long_starting_took(scripts, monkeypatch):
     monkeypatch.setattr(room, "_LONGEST_SECONDS", 60.0)
     slow, hanging, undead = (
         _dying(start=4, life=1, dies=1),

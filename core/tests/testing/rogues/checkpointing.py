@@ -65,14 +65,14 @@ class RoundsATensor(Rogue):
 
 
 class NeverStrict(Rogue):
-    """Leaves out what does not fit, though it was told to be strict."""
+    """Leaves out what does not fit, though it was asked to be strict."""
 
     def load_checkpoint(self, path: Any, state: Any = None, *, strict: bool = True, **more: Any) -> Any:
         return self.inner.load_checkpoint(path, state, strict=False, **more)
 
 
 class AlwaysStrict(Rogue):
-    """Refuses what does not fit, though it was told not to be strict."""
+    """Refuses what does not fit, though it was asked not to be strict."""
 
     def load_checkpoint(self, path: Any, state: Any = None, *, strict: bool = True, **more: Any) -> Any:
         return self.inner.load_checkpoint(path, state, strict=True, **more)
@@ -156,7 +156,7 @@ class Later:
 
 
 class SavesLater(Rogue):
-    """Looks at what a save behind training is to hold only when somebody waits for it."""
+    """Looks at what an async save is to hold only when somebody waits for it."""
 
     def save_checkpoint(self, path: Any, state: Any, *, blocking: bool | None = None, **more: Any) -> Any:
         if blocking is False:
@@ -165,7 +165,7 @@ class SavesLater(Rogue):
 
 
 class HushesFailures(Rogue):
-    """Takes note of a save's failure and tells nobody."""
+    """Records a save's failure and raises it nowhere."""
 
     def save_checkpoint(self, path: Any, state: Any, **more: Any) -> Any:
         handle = self.inner.save_checkpoint(path, state, **more)

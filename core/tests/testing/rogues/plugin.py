@@ -13,7 +13,7 @@ from shard_core.strategies.plugin import DDP
 #: What a rogue says differently from ddp.
 _METADATA: dict[str, dict[str, Any]] = {
     "silent_option": {"options": (*DDP.options, Option(name="speed", type="int", default=1, help=""))},
-    # ddp refuses parameters without a gradient unless it is told to look for them.
+    # ddp refuses parameters without a gradient unless it is asked to look for them.
     "fills_missing_gradients": {"presets": {"find_unused_parameters": True}},
     "counts_steps_together": {"presets": {"find_unused_parameters": True}},
     "boasts_entry_methods": {"capabilities": DDP.capabilities | {Capability.ENTRY_METHODS}},

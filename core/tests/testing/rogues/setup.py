@@ -136,7 +136,7 @@ class UnsharedStreams(Rogue):
 
 
 class ReadsAhead(Rogue):
-    """Saves the position of a stream behind a batch that was read ahead."""
+    """Saves the position of a stream after a batch that was read ahead."""
 
     def process_dataloader(self, loader: Any, **more: Any) -> Any:
         ready = self.inner.process_dataloader(loader, **more)

@@ -30,7 +30,7 @@ class SavesItsFirstSave(Rogue):
 
 
 class CountsStepsTogether(Rogue):
-    """Tells and writes one count of steps for all parameters."""
+    """Returns and saves one count of steps for all parameters."""
 
     def optimizer_state_dict(self, optimizer: Any, full: bool = True) -> Any:
         with _largest_count(optimizer):

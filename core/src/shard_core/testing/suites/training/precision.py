@@ -77,7 +77,7 @@ class Precisions(Suite):
         """Parameters, gradients, optimizer state and buffers have the dtypes that the precision's table says.
 
         Usual cause:
-            Another precision is used than the one that was asked for, the module is cast once more behind the
+            Another precision is used than the one that was asked for, the module is cast once more without the
             precision's back, or integer buffers are cast along.
         """
         if self._options_refuse(precision):
