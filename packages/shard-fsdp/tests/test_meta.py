@@ -145,7 +145,7 @@ def recorded() -> list[str]:
     ("options", "message"),
     [
         ({"param_init_fn": "normal_"}, "param_init_fn is 'normal_'; give a function of a module"),
-        ({"sync_module_states": False}, "sync_module_states is False; a model cut from different values"),
+        ({"sync_module_states": False}, "sync_module_states is False; a model of different values"),
     ],
 )
 def test_wrong_options_get_a_sentence(options: dict[str, Any], message: str) -> None:

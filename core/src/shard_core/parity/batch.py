@@ -66,7 +66,7 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
         A batch of the same structure.
 
     Example:
-        >>> cut({"x": torch.arange(4), "scale": 2.0}, 1, 2)
+        >>> part_of({"x": torch.arange(4), "scale": 2.0}, 1, 2)
         {'x': tensor([2, 3]), 'scale': 2.0}
     """
     return _mapped(batch, lambda tensor: tensor.chunk(parts)[part] if tensor.ndim else tensor)

@@ -65,10 +65,10 @@ class XLAFSDPConfig:
     sharding_groups: Any = option(None, "ranks that shard together, as lists (not yet: all do)")
     sharding_rank: int | None = option(None, "this process's place in its sharding group (not yet)")
     sharding_world_size: int | None = option(None, "how many ranks a sharding group has (not yet)")
-    shard_param_on_dim_0: bool = option(False, "cut parameters by rows instead of by elements")
+    shard_param_on_dim_0: bool = option(False, "split parameters by rows instead of by elements")
     pin_layout_in_collective_ops: bool = option(True, "pin layouts in XLA's own collectives (not yet)")
     reduce_scatter_bucket_size_mb: int = option(0, "how many MiB of gradients share a message; 0 for all of a unit's")
-    coalesce_all_gather_ops: bool = option(False, "gather a unit's parameters in one message, if cut by rows")
+    coalesce_all_gather_ops: bool = option(False, "gather a unit's parameters in one message, if split by rows")
     auto_wrapper_callable: Any = option(None, "what wraps a unit instead of upstream's class (not yet)")
     param_init_fn: Any = option(None, "what fills parameters that were built on the meta device (not yet)")
 
@@ -89,7 +89,7 @@ class XLAFSDPConfig:
             raise InvalidOption(f"reduce_scatter_bucket_size_mb is {size!r}; give a whole number of MiB, or 0.")
         if self.coalesce_all_gather_ops and not self.shard_param_on_dim_0:
             raise InvalidOption(
-                "coalesce_all_gather_ops=True loses the values of parameters that are not cut by rows, an error of "
+                "coalesce_all_gather_ops=True loses the values of parameters that are not split by rows, an error of "
                 "torch_xla; pass shard_param_on_dim_0=True beside it, or leave it False."
             )
 
@@ -112,7 +112,7 @@ class XLASPMDConfig:
         None, "classes of submodules that compute their activations again in backward instead of keeping them"
     )
     shard_output: Callable[..., None] | None = option(
-        None, "marks how an output is sharded, called with it and the mesh; None cuts every tensor's first dim"
+        None, "marks how an output is sharded, called with it and the mesh; None shards every tensor's first dim"
     )
     extra_data_axis: str | None = option(None, "a further axis of the mesh that data is split over (not yet)")
     state_dict_type: str = option("sharded", "in which form checkpoints are written: sharded or full")

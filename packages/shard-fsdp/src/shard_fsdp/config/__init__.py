@@ -1,4 +1,4 @@
-"""The options of the strategies: layout, preparation, checks of their values, and torch's words that are refused."""
+"""The options of the strategies: layout, preparation, checks of their values, and torch keywords that are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FSDPConfig(PreparationOptions, LayoutOptions):
     use_orig_params: bool = option(True, "always so: parameters keep their names and are never flattened")
 
     def __post_init__(self) -> None:
-        """Check types and values, and bring torch's objects to our words where these say as much."""
+        """Check types and values, and convert torch's objects to our values where these mean the same."""
         LayoutOptions.__post_init__(self)
         PreparationOptions.__post_init__(self)
         # Who gives an object of torch's has imported it.

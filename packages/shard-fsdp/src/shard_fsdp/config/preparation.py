@@ -97,6 +97,6 @@ class PreparationOptions:
             raise InvalidOption(f"param_init_fn is {self.param_init_fn!r:.60}; give a function of a module.")
         if self.sync_module_states is not True:
             raise InvalidOption(
-                f"sync_module_states is {self.sync_module_states!r}; a model cut from different values is nobody's, so "
+                f"sync_module_states is {self.sync_module_states!r}; a model of different values is nobody's, so "
                 "all ranks start from rank 0's: leave it out."
             )

@@ -24,7 +24,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "precision_plugin": "the argument is called precision",
     "process_group": "a group of some ranks would leave out the others, whose checkpoints and norms count; say with "
     "device_mesh how all ranks are arranged",
-    "shard_placement_fn": "every parameter is cut along its first dimension",
+    "shard_placement_fn": "every parameter is sharded along its first dimension",
     "state_dict_config": "tensors are read and written one at a time, so there is nothing to offload; the form of "
     "checkpoints is state_dict_type",
 }

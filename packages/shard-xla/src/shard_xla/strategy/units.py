@@ -211,6 +211,6 @@ def _refuse_scalars(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise SetupError(
-                f"shard_param_on_dim_0=True cannot cut {name!r}, which has no dimension; make it a parameter of one "
+                f"shard_param_on_dim_0=True cannot split {name!r}, which has no dimension; make it a parameter of one "
                 "element, or leave the option False."
             )
