@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shard_core.capability import Capability
+    from shard_core.data import ShardedLoader
     from shard_core.ema import ExponentialMovingAverage
     from shard_core.errors import (
         AmbiguousStrategy,
@@ -68,6 +69,7 @@ __all__ = [
     "RunOptions",
     "SetupError",
     "ShardError",
+    "ShardedLoader",
     "StorageError",
     "Strategy",
     "StrategyInfo",
@@ -86,6 +88,7 @@ _HOMES = {
     "Option": "shard_core.options",
     "PrecisionPolicy": "shard_core.precision.interface",
     "RunOptions": "shard_core.run_options",
+    "ShardedLoader": "shard_core.data",
     "Strategy": "shard_core.strategy",
     "StrategyInfo": "shard_core.plugins.info",
     "get_strategy": "shard_core.selection",

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.async_io import AsyncCheckpointIO
+    from shard_core.checkpoint.format.chunk_index import TensorRecord
     from shard_core.checkpoint.format.folder import latest
     from shard_core.checkpoint.inspection.compare import Comparison, Difference, compare
     from shard_core.checkpoint.inspection.compare_elements import ElementDifferences
-    from shard_core.checkpoint.inspection.inspect import Inspection, inspect
+    from shard_core.checkpoint.inspection.inspect import (
+        GroupSummary,
+        Inspection,
+        KindSummary,
+        OptimizerSummary,
+        inspect,
+    )
     from shard_core.checkpoint.inspection.verify import Damage, Verdict, verify
     from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
     from shard_core.checkpoint.interop.hf_export import Exported, export
@@ -29,11 +36,15 @@ __all__ = [
     "Difference",
     "ElementDifferences",
     "Exported",
+    "GroupSummary",
     "Inspection",
+    "KindSummary",
     "LoadedCheckpoint",
+    "OptimizerSummary",
     "Retention",
     "SaveHandle",
     "ShardedCheckpointIO",
+    "TensorRecord",
     "Verdict",
     "async_save",
     "compare",
@@ -46,10 +57,11 @@ __all__ = [
 #: The names of each module: ``shard checkpoint`` reaches what it needs without importing torch.
 _HOMES = {
     "async_io": ("AsyncCheckpointIO",),
+    "format.chunk_index": ("TensorRecord",),
     "format.folder": ("latest",),
     "inspection.compare": ("Comparison", "Difference", "compare"),
     "inspection.compare_elements": ("ElementDifferences",),
-    "inspection.inspect": ("Inspection", "inspect"),
+    "inspection.inspect": ("GroupSummary", "Inspection", "KindSummary", "OptimizerSummary", "inspect"),
     "inspection.verify": ("Damage", "Verdict", "verify"),
     "interface": ("CheckpointIO", "LoadedCheckpoint", "SaveHandle"),
     "interop.hf_export": ("Exported", "export"),

@@ -12,6 +12,7 @@ from shard_core.capability import Capability
 from shard_core.errors import nearest
 from shard_core.mesh import DATA_AXIS, MeshShape, arranged
 from shard_core.options import Option, option, options_of
+from shard_core.plugins.discovery import Offer
 from shard_core.plugins.hooks import hookimpl
 from shard_core.plugins.info import StrategyInfo
 from shard_core.plugins.manager import Installed, Plugins
@@ -27,6 +28,7 @@ __all__ = [
     "Capability",
     "Installed",
     "MeshShape",
+    "Offer",
     "Option",
     "Plugins",
     "PrecisionPolicy",

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shard_core.testing import bits, models, oracle
     from shard_core.testing.conformance import Conformance
-    from shard_core.testing.processes.script import run_python
+    from shard_core.testing.processes.script import Outcome, run_python
     from shard_core.testing.processes.world import World
     from shard_core.testing.rules import Promise, promise, promise_of, promises_of
     from shard_core.testing.training import set_up, step, train_under, whole_weights
 
 __all__ = [
     "Conformance",
+    "Outcome",
     "Promise",
     "World",
     "bits",
@@ -36,7 +37,7 @@ _HOMES = {
     "models": (),
     "oracle": (),
     "conformance": ("Conformance",),
-    "processes.script": ("run_python",),
+    "processes.script": ("Outcome", "run_python"),
     "processes.world": ("World",),
     "rules": ("Promise", "promise", "promise_of", "promises_of"),
     "training": ("set_up", "step", "train_under", "whole_weights"),
