@@ -22,7 +22,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 def append(_app: Sphinx, page: str, source: list[str]) -> None:
-    """Put the promises under what is written by hand."""
+    """Append the promises to what is written by hand."""
     if page == PAGE:
         source[0] = "\n".join([source[0], *text()])
 
@@ -53,18 +53,18 @@ def entry(promise: Promise, judged: str) -> Iterator[str]:
 
 
 def places(promise: Promise, test: Callable[..., None]) -> str:
-    """Say on how many ranks a promise is judged."""
+    """Return on how many ranks a promise is judged."""
     if not {"ranks", "ranks_of"} & set(inspect.signature(test).parameters):
         return "without ranks"
     return "at every world size" if promise.every_size else "at one world size: two ranks, if it can"
 
 
 def escaped(text: str) -> str:
-    """Keep Markdown from reading more into a sentence than its code."""
+    """Escape what Markdown would read into a sentence besides its code."""
     pieces = re.split(r"(`+[^`]*`+)", text)
     return "".join(piece if piece.startswith("`") else re.sub(r"([_*<\[])", r"\\\1", piece) for piece in pieces)
 
 
 def target(name: str) -> str:
-    """Give the place on the page that a promise's name links to."""
+    """Return the anchor on the page that a promise's name links to."""
     return f"promise-{name.replace('_', '-')}"

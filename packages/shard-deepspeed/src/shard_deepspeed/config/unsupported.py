@@ -65,7 +65,7 @@ _REASONS = {
     "allgather_partitions": "DeepSpeed 0.19 always gathers, and would not look at it",
     "zero_allow_untested_optimizer": "not every optimizer DeepSpeed has tested is known here yet",
     "config": "a configuration of DeepSpeed's own is not read yet, give the options themselves",
-    "load_full_weights": "DeepSpeed's own checkpoints are not read yet, and load_checkpoint() takes any of ours",
+    "load_full_weights": "load_weights() reads a file of all weights at every stage, with no switch",
 }
 
 
@@ -84,7 +84,7 @@ class UnsupportedOptions(LossScaleOptions, ActivationOptions, OffloadOptions):
     allgather_partitions: bool = option(True, "gather stepped parameters at once rather than rank by rank")
     zero_allow_untested_optimizer: bool = option(True, "take optimizers that DeepSpeed has not tested")
     config: str | Path | dict[str, Any] | None = option(None, "a whole configuration of DeepSpeed's own, or its file")
-    load_full_weights: bool = option(False, "stage 3: load weights from one file of DeepSpeed's own")
+    load_full_weights: bool = option(False, "stage 3: load weights from one file that holds all of them")
 
     def __post_init__(self) -> None:
         """Refuse what would be swallowed."""
