@@ -63,12 +63,12 @@ def test_a_ring_through_every_layout(worlds: Any, tmp_path: Path) -> None:
     for number, (name, size, environment) in enumerate(RING):
         load = tmp_path / str(number - 1) if number else None
         answers = worlds(size, environment).run(leg, name, load, tmp_path / str(number), 2 * number, timeout=240)
-        found, bits, its_losses, groups = answers[0]
+        found, after, its_losses, groups = answers[0]
         if number:
             bits.assert_same_bits(f"after hop {number} to {name} at {size}", found, saved)
         assert groups == [[0.01, 0.3], [0.02, 0.01]]
-        assert torch.equal(bits.get("model.again.weight", bits["model.middle.weight"]), bits["model.middle.weight"])
-        saved, losses = bits, losses + its_losses
+        assert torch.equal(after.get("model.again.weight", after["model.middle.weight"]), after["model.middle.weight"])
+        saved, losses = after, losses + its_losses
     for mine, truth in zip(losses, plain_losses(), strict=True):
         assert abs(mine - truth) <= 2e-6 * abs(truth)
 
@@ -79,7 +79,7 @@ def local_boxes() -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(part.shape)) for name, part in strategy.module_state_dict(model, full=False).items()]
 
 
-def test_a_rank_tells_each_of_its_boxes(worlds: Any) -> None:
+def test_a_rank_lists_each_of_its_boxes(worlds: Any) -> None:
     first, second = worlds(2, HASTY).run(local_boxes)
     # 600 elements: 384 on the first rank, and on the second what is left.
     assert first == [("weight[0:19,0:20]", (19, 20)), ("weight[19:20,0:4]", (1, 4)), ("bias", (30,))]

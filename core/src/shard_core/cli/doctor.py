@@ -44,7 +44,7 @@ class Finding:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
-    """Examine the installation; exit with 1 if something is wrong."""
+    """Check the installation; exit with 1 if something is wrong."""
     findings = [
         Finding(subject="Python", says=f"{platform.python_version()} on {platform.platform(terse=True)}"),
         *_packages(),
