@@ -22,7 +22,7 @@ from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_hooks import FullParameterHooks
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names, take_whole_values
 from shard_xla.strategy.recompilation import RecompilationWatch
-from shard_xla.strategy.stale_parameters import check_stale_parameters
+from shard_xla.strategy.optimizers import check_stale_parameters
 from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from shard_xla.strategy import runtime, spmd_sharding
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names
 from shard_xla.strategy.recompilation import RecompilationWatch
-from shard_xla.strategy.stale_parameters import check_stale_parameters
+from shard_xla.strategy.optimizers import check_stale_parameters
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.units import check_classes
 
