@@ -135,7 +135,7 @@ class FlatState(DeviceState):
         return shards_of_range(key, shape, start, host.view(-1)[: stop - start])
 
     def shape_of_slot(self, held: HeldSlot, place: Place) -> tuple[int, ...]:
-        """Return the parameter's; state of another shape than this rank's range belongs nobody knows where.
+        """Return the parameter's shape: where state of another shape than this rank's range belongs is not known.
 
         Raises:
             CheckpointError: If it has another shape.

@@ -37,12 +37,12 @@ class XLAEngine(Engine):
         return contextlib.nullcontext()
 
     def engine_look(self, value: torch.Tensor) -> bool:
-        """Run what is pending, and look."""
+        """Run what is pending, and read the value."""
         import torch_xla
 
         torch_xla.sync()
         return bool(value)
 
     def engine_checkpoint_form(self) -> str | None:
-        """Write what the option says."""
+        """Return the form that the option names."""
         return self.config.state_dict_type

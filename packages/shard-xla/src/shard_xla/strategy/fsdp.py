@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,15 +13,15 @@ import torch.distributed as dist
 
 from shard_core import InvalidOption, Strategy
 from shard_core.backend import LocalGradient, NoInferenceMode, ProcessGroupCollectives, send_values
-from shard_xla.checkpoint import FlatState, flat_part
+from shard_xla.checkpoint import FlatState
 from shard_xla.config import XLAFSDPConfig
 from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_hooks import FullParameterHooks
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names, take_whole_values
+from shard_xla.strategy.optimizers import check_stale_parameters, repoint_to_shards
 from shard_xla.strategy.recompilation import RecompilationWatch
-from shard_xla.strategy.optimizers import check_stale_parameters
 from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         self._sharded[module] = _Sharded(tensors, weakref.ref(hooks))
         take_own_names(module)
         take_whole_values(module, tensors, self.global_rank)
-        self._repoint(optimizers, names, tensors)
+        repoint_to_shards(optimizers, names, tensors, self.global_rank)
         release(names)
         NoInferenceMode(root)
         return root
@@ -100,7 +99,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> None:
         """Point the optimizer at the shards."""
-        self._repoint([optimizer], names, self._sharded[module].tensors)
+        repoint_to_shards([optimizer], names, self._sharded[module].tensors, self.global_rank)
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Accumulate whole gradients on this rank."""
@@ -144,17 +143,6 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         tensors = {key: self._sharded[module].tensors for key, module in modules.items()}
         return FlatState(tensors, optimizers, rank=self.global_rank, world_size=self.world_size)
 
-    def _repoint(self, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames, own: ModuleTensors) -> None:
-        shapes = {id(own.places[name].tensor): own.shape_of(name) for name in own.places}
-        names.repoint(optimizers, own.parameters, functools.partial(_laid_out, shapes, self.global_rank))
-
     def _hooks(self) -> list[FullParameterHooks]:
         found = (sharded.hooks() for sharded in self._sharded.values())
         return [hooks for hooks in found if hooks is not None]
-
-
-def _laid_out(shapes: Mapping[int, tuple[int, ...]], rank: int, shard: torch.Tensor, value: Any) -> Any:
-    """Slice a rank's part out of optimizer state that was made for whole parameters."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or tuple(value.shape) != shapes[id(shard)]:
-        return value
-    return flat_part(value.to(shard.dtype) if value.is_floating_point() else value, shard, rank=rank)

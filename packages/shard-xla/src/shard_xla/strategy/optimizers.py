@@ -1,15 +1,51 @@
-"""What optimizers hold after setup."""
+"""Optimizers at the tensors that setup made: re-pointed to them by name, with the state they have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from shard_core import SetupError
+from shard_xla.checkpoint import flat_part
+from shard_xla.strategy import spmd_sharding
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
+    from torch_xla.distributed.spmd import Mesh
+
+    from shard_core.backend import ParameterNames
+    from shard_xla.strategy.module_tensors import ModuleTensors
+
+    Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def repoint_to_shards(optimizers: Optimizers, names: ParameterNames, own: ModuleTensors, rank: int) -> None:
+    """Point optimizers at this rank's flat shards of the parameters they held."""
+    shapes = {id(own.places[name].tensor): own.shape_of(name) for name in own.places}
+    names.repoint(optimizers, own.parameters, functools.partial(_flat, shapes, rank))
+
+
+def repoint_to_devices(optimizers: Optimizers, names: ParameterNames, own: ModuleTensors, mesh: Mesh) -> None:
+    """Point optimizers at the parameters that XLA spreads over the devices of a mesh."""
+    names.repoint(optimizers, own.parameters, functools.partial(_spread, mesh))
+
+
+def _flat(shapes: Mapping[int, tuple[int, ...]], rank: int, shard: torch.Tensor, value: Any) -> Any:
+    """Slice a rank's part out of optimizer state that was made for whole parameters."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or tuple(value.shape) != shapes[id(shard)]:
+        return value
+    return flat_part(value.to(shard.dtype) if value.is_floating_point() else value, shard, rank=rank)
+
+
+def _spread(mesh: Mesh, parameter: torch.Tensor, value: Any) -> Any:
+    """Shard optimizer state that was made on the host."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    there = value.to(parameter.device, parameter.dtype if value.is_floating_point() else value.dtype)
+    return spmd_sharding.shard_tensor(there, mesh) if value.shape == parameter.shape else there
 
 
 def check_stale_parameters(strategy: str, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:

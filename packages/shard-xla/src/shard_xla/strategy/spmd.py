@@ -17,8 +17,8 @@ from shard_xla.plugin import SPMD
 from shard_xla.strategy import runtime, spmd_sharding
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names
+from shard_xla.strategy.optimizers import check_stale_parameters, repoint_to_devices
 from shard_xla.strategy.recompilation import RecompilationWatch
-from shard_xla.strategy.optimizers import check_stale_parameters
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.units import check_classes
 
@@ -74,7 +74,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         for parameter in module.parameters():
             spmd_sharding.shard_tensor(parameter, self._devices)
         self._tensors[module] = tensors
-        self._repoint(optimizers, names, tensors)
+        repoint_to_devices(optimizers, names, tensors, self._devices)
         release(names)
         root = spmd_sharding.wrap(module, self.config, self._devices)
         take_own_names(module)
@@ -85,10 +85,10 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> None:
         """Point the optimizer at the parameters on the devices."""
-        self._repoint([optimizer], names, self._tensors[module])
+        repoint_to_devices([optimizer], names, self._tensors[module], self._devices)
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return None: the compiler reduces gradients in every backward."""
+        """Defer nothing: the compiler reduces gradients in every backward."""
         del module
         return contextlib.nullcontext()
 
@@ -108,16 +108,6 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         """Describe which part of which tensor each device holds."""
         tensors = {key: self._tensors[module] for key, module in modules.items()}
         return SPMDState(tensors, optimizers, self._zeros_like)
-
-    def _repoint(self, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames, own: ModuleTensors) -> None:
-        names.repoint(optimizers, own.parameters, self._laid_out)
-
-    def _laid_out(self, parameter: torch.Tensor, value: Any) -> Any:
-        """Shard optimizer state that was made on the host."""
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            return value
-        there = value.to(self.root_device, parameter.dtype if value.is_floating_point() else value.dtype)
-        return spmd_sharding.shard_tensor(there, self._devices) if value.shape == parameter.shape else there
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # From the host: zeros made on the device would be a constant, of which every device keeps all.
