@@ -37,7 +37,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Tell tests that were left out from those that lack hardware."""
+    """Report tests that were left out apart from those that lack hardware."""
     return ("not quick", "", "NOT QUICK") if report.skipped and _LEFT_OUT in str(report.longrepr) else None
 
 

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = get_args_parser()
     parser.prog = "shard run"
     ours = parser.add_argument_group("shard")
-    ours.add_argument("--strategy", metavar="NAME", help=f"The strategy of the run, handed on as {_VARIABLE}.")
+    ours.add_argument("--strategy", metavar="NAME", help=f"The strategy of the run, passed to ranks as {_VARIABLE}.")
     ours.add_argument("--json", action="store_true", help="End with one line of JSON about the run.")
     if "PET_MASTER_PORT" not in os.environ:
         parser.set_defaults(master_port=0)  # nobody has set it

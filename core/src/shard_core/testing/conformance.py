@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from shard_core.testing.rules import check_author
-from shard_core.testing.suites.checkpoint.async_save import Background
+from shard_core.testing.suites.checkpoint.async_save import AsyncSave
 from shard_core.testing.suites.checkpoint.mismatch import Mismatch
-from shard_core.testing.suites.checkpoint.resharding import Elsewhere
+from shard_core.testing.suites.checkpoint.resharding import Resharding
 from shard_core.testing.suites.checkpoint.resume import Resume
 from shard_core.testing.suites.checkpoint.round_trip import RoundTrip
 from shard_core.testing.suites.checkpoint.safety import Safety
 from shard_core.testing.suites.checkpoint.state_dicts import StateDicts
 from shard_core.testing.suites.checkpoint.weights import Weights
-from shard_core.testing.suites.collectives.synchronization import Meetings
+from shard_core.testing.suites.collectives.synchronization import Synchronization
 from shard_core.testing.suites.collectives.tensors import Tensors
 from shard_core.testing.suites.launcher import Launching
 from shard_core.testing.suites.plugin.construction import Construction
 from shard_core.testing.suites.plugin.metadata import Metadata
 from shard_core.testing.suites.training.accumulation import Accumulation
-from shard_core.testing.suites.training.capabilities import Abilities
+from shard_core.testing.suites.training.capabilities import Capabilities
 from shard_core.testing.suites.training.clipping import Clipping
 from shard_core.testing.suites.training.data import Data
 from shard_core.testing.suites.training.float16 import Float16
@@ -35,18 +35,18 @@ from shard_core.testing.suites.training.structure import Structure
 # Pytest runs the tests of the last base first.
 class Conformance(
     Launching,
-    Background,
+    AsyncSave,
     Safety,
     Weights,
     Mismatch,
     StateDicts,
-    Elsewhere,
+    Resharding,
     Resume,
     RoundTrip,
-    Meetings,
+    Synchronization,
     Tensors,
     Data,
-    Abilities,
+    Capabilities,
     Optimizers,
     Float16,
     Precisions,

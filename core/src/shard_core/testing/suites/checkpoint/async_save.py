@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _STEPS = 4
 
 
-class Background(Suite):
+class AsyncSave(Suite):
     """An async save holds what there was at its call, and its failure is raised."""
 
     @promise(after=("round_trip_is_bitwise", "moments_come_back"))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _BELOW = ("ties_come_back_tied", "moments_come_back", "frozen_parameters_stay_frozen")
 
 
-class Elsewhere(Suite):
+class Resharding(Suite):
     """A checkpoint goes on at another number of ranks and under another strategy."""
 
     @promise(after=_BELOW)

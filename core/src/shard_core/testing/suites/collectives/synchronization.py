@@ -25,7 +25,7 @@ _GUARD_SECONDS = 3.0
 _LATEST_SECONDS = 43.0
 
 
-class Meetings(Suite):
+class Synchronization(Suite):
     """Ranks synchronize: they broadcast objects, wait for one another, and learn why a call cannot work."""
 
     @promise(every_size=False)

@@ -33,7 +33,7 @@ _LAYERS = 32
 Weights = dict[str, torch.Tensor]
 
 
-class Abilities(Suite):
+class Capabilities(Suite):
     """Optional promises about modules: what is declared works, what is not is refused."""
 
     @promise(needs=Capability.INFERENCE, after=("same_seed_same_weights",))

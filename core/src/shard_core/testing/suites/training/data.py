@@ -86,7 +86,7 @@ class Data(Suite):
         """Batch n of a stream that all ranks read goes to data rank n modulo their number, an incomplete round to none.
 
         Usual cause:
-            A stream is handed on as it is, so that every rank trains on all of it; or a share is taken by the rank
+            A stream is passed on as it is, so that every rank trains on all of it; or a share is taken by the rank
             in the world instead of the data rank.
         """
         for rank, (data_rank, replicas, epochs) in enumerate(ranks.run(stream)):
@@ -120,7 +120,7 @@ def _share(batches: list[list[int]], data_rank: int, replicas: int) -> list[list
 
 
 class _Stream(IterableDataset[int]):
-    """Gives every rank everything, and goes on where it was left."""
+    """Yields everything on every rank, and goes on where it was left."""
 
     def __init__(self) -> None:
         self.position = 0

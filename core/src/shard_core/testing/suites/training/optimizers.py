@@ -58,7 +58,7 @@ class Optimizers(Suite):
         """An optimizer may evaluate a closure several times in a step, each time with averaged gradients.
 
         Usual cause:
-            The closure is run once by the strategy and its result handed on, or gradients are only averaged
+            The closure is run once by the strategy and its result passed on, or gradients are only averaged
             after the optimizer has used them.
         """
         truth, wanted = _twice_plainly()
