@@ -40,9 +40,9 @@ def test_what_was_measured_can_be_measured_again():
 
 
 def test_strategies_were_seen_to_run_where_their_parity_was_judged():
-    told = [re.findall(r"\w+", names) for names, *_ in page("README.md").table("strategies", "on", "ranks")]
+    seen = [re.findall(r"\w+", names) for names, *_ in page("README.md").table("strategies", "on", "ranks")]
     judged = re.findall(r"^\| `(\w+)` \|", page("docs/reference/parity.md").text, flags=re.MULTILINE)
-    assert sorted(name for names in told for name in names) == sorted(set(judged))
+    assert sorted(name for names in seen for name in names) == sorted(set(judged))
 
 
 @pytest.mark.parametrize("block", page("CONTRIBUTING.md").blocks("py"), ids=lambda block: block.file)

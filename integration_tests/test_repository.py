@@ -165,11 +165,26 @@ def test_layers_are_checked_among_the_distributions_found(tmp_path, room, import
     ("file", "text", "found"),
     [
         ("packages/a/src/a/strategy.py", "from shard_core.backend import TorchEngine", None),
-        ("packages/a/src/a/strategy.py", "from shard_core.strategy.engine import Engine", "shard_core.strategy.engine"),
-        ("packages/a/tests/test_a.py", "import shard_core.testing.oracle", "shard_core.testing.oracle"),
-        ("packages/a/src/a/config/layout.py", "from shard_core.backend import DataRanks", "shard_core.backend"),
-        ("docs/page.md", "```python\n>>> from shard_core.errors import ShardError\n```", "shard_core.errors"),
+        (
+            "packages/a/src/a/strategy.py",
+            "from shard_core.strategy.engine import Engine",
+            "from shard_core.strategy.engine",
+        ),
+        ("packages/a/tests/test_a.py", "import shard_core.testing.oracle", "from shard_core.testing.oracle"),
+        ("packages/a/src/a/config/layout.py", "from shard_core.backend import DataRanks", "from shard_core.backend"),
+        ("docs/page.md", "```python\n>>> from shard_core.errors import ShardError\n```", "from shard_core.errors"),
         ("docs/page.md", "`shard_core.errors` holds all errors.", None),
+        (
+            "docs/page.md",
+            "```python\nfrom shard_core import (\n    Strategy,\n    mesh,\n)\n```",
+            "mesh from shard_core",
+        ),
+        (
+            "packages/a/src/a/strategy.py",
+            "from shard_core.checkpoint import format",
+            "format from shard_core.checkpoint",
+        ),
+        ("packages/a/src/a/strategy.py", "from shard_core import plugins, get_strategy", None),
     ],
 )
 def test_an_import_past_a_face_is_found(tmp_path, file, text, found):
@@ -177,7 +192,7 @@ def test_an_import_past_a_face_is_found(tmp_path, file, text, found):
     (tmp_path / "README.md").touch()
     (tmp_path / file).write_text(text)
     assert [line.partition(";")[0] for line in behind_the_faces(tmp_path)] == (
-        [f"{file} imports from {found}"] if found else []
+        [f"{file} imports {found}"] if found else []
     )
 
 

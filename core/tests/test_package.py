@@ -13,6 +13,8 @@ from shard_core import errors
 TORCH_FREE = (
     "shard_core",
     "shard_core.plugins",
+    "shard_core.checkpoint",
+    "shard_core.testing",
     "shard_core.selection",
     "shard_core.run_options",
     "shard_core.strategies.plugin",

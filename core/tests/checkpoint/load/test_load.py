@@ -214,3 +214,23 @@ def test_ranks_with_unlike_paths_are_told(tmp_path):
     for error in on_ranks(2, load_on):
         assert isinstance(error, CheckpointError)
         assert "rank 1 was given the path" in str(error)
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_a_load_counts_as_a_change_of_what_it_fills(tmp_path, form):
+    saved = nn.Linear(2, 3)
+    save(tmp_path / "checkpoint", saved, state_dict_type=form)
+    here = nn.Linear(2, 3)
+    loss = here(torch.ones(1, 2, requires_grad=True)).square().sum()
+    load(tmp_path / "checkpoint", here)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_views_that_compute_what_they_show_are_filled(tmp_path):
+    saved, here = (nn.Module() for _ in range(2))
+    saved.register_buffer("values", torch.randn(3, dtype=torch.complex64))
+    here.register_buffer("values", torch.zeros(3, dtype=torch.complex64).conj())
+    save(tmp_path / "checkpoint", saved)
+    load(tmp_path / "checkpoint", here)
+    assert torch.equal(here.values, saved.values)

@@ -52,8 +52,7 @@ class TensorReader:
     def __init__(self, folder: Folder, index: ChunkIndex) -> None:
         self._index = index
         self._files = folder.reads(index.files)
-        # Read into this, which stays in the processor's cache, and copied from there: reading straight into a tensor's
-        # memory takes half as long again.
+        # For digests, and for what does not lie in memory as in its file; it stays in the processor's cache.
         self._staging = memoryview(bytearray(BLOCK_BYTES))
 
     def plan(self, key: str, box: Box) -> list[Read]:
@@ -121,7 +120,11 @@ class TensorReader:
         """Copy what was planned into a tensor of its shape; its digest is not checked."""
         first, last = read.box.span(read.chunk.box)
         dtype = torch_dtype(self._index.record(read.key).dtype)
-        if target.is_cpu and target.is_contiguous() and target.dtype == dtype and last - first == read.box.volume:
+        as_stored = target.is_cpu and target.dtype == dtype and not (target.is_conj() or target.is_neg())
+        as_stored = as_stored and target.is_contiguous() and not target.is_inference()
+        if as_stored and last - first == read.box.volume:
+            # Nothing else shows that memory was written to: not to autograd, not to engines that look for changes.
+            torch.autograd.graph.increment_version(target)
             elements = target.detach().view(-1).view(torch.uint8).numpy().data
             self._files.file(read.chunk.file).read_into(read.chunk.begin + first * dtype.itemsize, elements)
             return
