@@ -1,4 +1,4 @@
-"""The option ``--quick`` of every test session here: tests that start a process are left out as soon as they try."""
+"""The option ``--quick`` of every test session here: tests that start ranks or other processes leave when they try."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ _STARTING = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option."""
-    parser.addoption("--quick", action="store_true", help="leave out tests that start processes, ranks among them")
+    parser.addoption("--quick", action="store_true", help="leave out tests that start ranks or other processes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave tests where they start a process; one that starts none runs as ever."""
+    """Leave tests where they start ranks or another process; one that starts none runs as ever."""
     if config.getoption("quick"):
+        import torch.distributed as dist
+
+        # What makes a rank of the test's own process.
+        vars(dist)["init_process_group"] = _leave
         sys.addaudithook(lambda event, _: _leave() if event in _STARTING else None)
         # What multiprocessing spawns with, which is no audited event.
         _posixsubprocess.fork_exec = _leave
@@ -41,7 +45,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return ("not quick", "", "NOT QUICK") if report.skipped and _LEFT_OUT in str(report.longrepr) else None
 
 
-_LEFT_OUT = "starts a process, which --quick leaves out"
+_LEFT_OUT = "starts ranks or another process, which --quick leaves out"
 _left: list[str] = []
 
 

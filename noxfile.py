@@ -124,7 +124,7 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def quick(session: nox.Session) -> None:
-    """Run lint, types, layers and the tests that start no process: the inner loop of work on the code."""
+    """Run lint, types, layers and the tests that start no ranks: the inner loop of work on the code."""
     run_all(session, [["lint", "types", "layers"], *([f"tests({dist})"] for dist in DISTRIBUTIONS)], "--quick")
 
 

@@ -14,7 +14,7 @@ _LISTENS = "0A"
 
 def listening(pids: list[int]) -> list[str]:
     """Return the addresses that processes listen at, with their ports."""
-    inodes = {os.readlink(each) for pid in pids for each in _entries(Path(f"/proc/{pid}/fd")) if each.is_symlink()}
+    inodes = {_target(each) for pid in pids for each in _entries(Path(f"/proc/{pid}/fd"))}
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
@@ -30,6 +30,13 @@ def family(pid: int) -> list[int]:
     tasks = _entries(Path(f"/proc/{pid}/task"))
     children = [int(word) for task in tasks for word in (task / "children").read_text().split()]
     return [pid, *(each for child in children for each in family(child))]
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:  # a file that was closed meanwhile
+        return ""
 
 
 def _entries(folder: Path) -> list[Path]:
