@@ -1,4 +1,7 @@
-"""Two-dimensional training: tensor parallelism inside groups of ranks, ``fully_shard`` (FSDP2) across them."""
+"""Two-dimensional training: tensor parallelism inside groups of ranks, ``fully_shard`` (FSDP2) across them.
+
+Norms and clipping are core's, in ``shard_core/gradients.py``: they follow from how ``DTensor``s are laid out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files: written in one stream, with digests of what they hold."""
+"""Safetensors files: how the bytes of shards are written, in one stream, with digests of what they hold."""
 
 from __future__ import annotations
 
