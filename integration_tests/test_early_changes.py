@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shard_core import CheckpointError, get_strategy
-from shard_core.checkpoint.save.snapshot import Snapshot
+from shard_core.checkpoint.save.staging import Snapshot
 from shard_core.testing import set_up
 
 

@@ -10,8 +10,8 @@ from fixtures.bits import assert_same_bits, random_bits
 from fixtures.flat_state import FlatState, whole
 from fixtures.thread_ranks import all_ranks
 
+from shard_core.checkpoint.format.chunk_index import BLOCK_BYTES
 from shard_core.checkpoint.format.dtypes import ITEM_SIZES, torch_dtype
-from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
 from shard_core.checkpoint.inspection.verify import verify
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 

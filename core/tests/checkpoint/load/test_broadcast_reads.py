@@ -13,7 +13,7 @@ from fixtures.failing_store import FailingStore
 from fixtures.thread_ranks import all_ranks, on_ranks
 from torch import nn
 
-from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
+from shard_core.checkpoint.format.chunk_index import BLOCK_BYTES
 from shard_core.checkpoint.load import broadcast_reads
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 from shard_core.checkpoint.state.shard import FlatPart

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from shard_core.checkpoint.format.box import Box, boxes_of_range
-from shard_core.checkpoint.format.chunk_index import Chunk, ChunkIndex, TensorRecord
-from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
+from shard_core.checkpoint.format.chunk_index import BLOCK_BYTES, Chunk, ChunkIndex, TensorRecord
 from shard_core.checkpoint.save.merge import merge_rank_indexes
 from shard_core.checkpoint.save.rank_index import RankIndex, decode_rank_index, encode_rank_index, index_of
 from shard_core.checkpoint.storage.interface import FileRecord

@@ -15,8 +15,8 @@ from fixtures.thread_ranks import all_ranks
 from torch import nn
 
 from shard_core import get_strategy
+from shard_core.checkpoint.format.chunk_index import BLOCK_BYTES
 from shard_core.checkpoint.format.folder import latest
-from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
 from shard_core.checkpoint.inspection.verify import verify
 from shard_core.checkpoint.retention.policy import Retention, retain
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO

@@ -14,7 +14,6 @@ import safetensors.numpy
 
 from shard_core.checkpoint.format.dtypes import ITEM_SIZES
 from shard_core.checkpoint.format.ragged import starts
-from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
 from shard_core.checkpoint.format.tiling import Tiling
 from shard_core.errors import CheckpointCorrupted
 
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.storage.interface import FileRecord
 
 Columns = dict[str, npt.NDArray[Any]]
+
+#: One digest guards this many bytes, so that a reader of a box of a tensor need not read all of it.
+BLOCK_BYTES = 1 << 22
 
 #: Tensors that are tiled alike share a tiling, whose number is in ``cut``. It has ``rows`` boxes (where each tiling's
 #: begin, and where the last end), of as many ``offsets`` and ``sizes`` as the tensors have dims. Each tensor has one

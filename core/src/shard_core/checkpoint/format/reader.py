@@ -12,9 +12,8 @@ import torch
 import xxhash
 
 from shard_core.checkpoint.format.box import Box
-from shard_core.checkpoint.format.chunk_index import SHARED_BYTES
+from shard_core.checkpoint.format.chunk_index import BLOCK_BYTES, SHARED_BYTES
 from shard_core.checkpoint.format.dtypes import ITEM_SIZES, torch_dtype
-from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES
 from shard_core.checkpoint.storage.reads import FileRange
 from shard_core.errors import CheckpointCorrupted
 

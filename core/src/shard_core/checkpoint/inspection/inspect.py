@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from shard_core.checkpoint.format.folder import read_index, read_manifest
 from shard_core.checkpoint.format.json_fields import Fields
 from shard_core.checkpoint.format.manifest import Manifest
-from shard_core.checkpoint.format.safetensors_file import header_is_intact
 from shard_core.checkpoint.format.values import plain
+from shard_core.checkpoint.inspection.verify import header_is_intact
 from shard_core.checkpoint.keys import KINDS, RANDOM_KEY, RANDOM_TENSORS
 from shard_core.checkpoint.retention.run_folder import run_entry
 from shard_core.checkpoint.storage.opening import open_folder

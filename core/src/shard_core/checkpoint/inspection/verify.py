@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
+from shard_core.checkpoint.format.chunk_index import BLOCK_BYTES
 from shard_core.checkpoint.format.dtypes import ITEM_SIZES
 from shard_core.checkpoint.format.folder import read_index, read_manifest
 from shard_core.checkpoint.format.manifest import FILE_NAME, Manifest
-from shard_core.checkpoint.format.safetensors_file import BLOCK_BYTES, header_is_intact
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.errors import CheckpointCorrupted, CheckpointNotFound
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.format.chunk_index import Chunk, TensorRecord
-    from shard_core.checkpoint.storage.interface import FileRecord, Folder
+    from shard_core.checkpoint.storage.interface import FileRecord, Folder, StoredFile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,3 +145,10 @@ def _blocks(tensor: TensorRecord, chunk: Chunk) -> Iterator[_Block]:
 def _hopeless(folder: Folder, problem: str) -> Verdict:
     """Return the verdict on a checkpoint whose manifest or index cannot be read."""
     return Verdict(path=str(folder), tensors=0, bytes=0, damage=(Damage(problem=problem),))
+
+
+def header_is_intact(file: StoredFile, record: FileRecord) -> bool:
+    """Return whether a file's header is the one that was written."""
+    (length,) = struct.unpack("<Q", file.read(0, 8))
+    header = file.read(0, min(8 + length, record.bytes))
+    return xxhash.xxh3_64_hexdigest(header) == record.digest

@@ -15,11 +15,11 @@ import torch
 
 from shard_core.checkpoint.format.box import Box
 from shard_core.checkpoint.format.dtypes import torch_dtype
-from shard_core.checkpoint.format.safetensors_file import Entry, TensorFileWriter
 from shard_core.checkpoint.inspection.opened import OpenedCheckpoint
 from shard_core.checkpoint.interop.casting import overflows
 from shard_core.checkpoint.interop.hf_layout import Configuration, divide, is_of_an_export, write_weights_index
 from shard_core.checkpoint.keys import model_key
+from shard_core.checkpoint.save.writer import Entry, TensorFileWriter
 from shard_core.checkpoint.storage.local import LocalFolder, fsync_folder
 from shard_core.checkpoint.storage.opening import is_url
 from shard_core.errors import CheckpointError, InvalidOption, nearest

@@ -13,7 +13,7 @@ from shard_core.checkpoint.format.dtypes import torch_dtype
 from shard_core.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.format.safetensors_file import Entry
+    from shard_core.checkpoint.save.writer import Entry
     from shard_core.checkpoint.storage.interface import Folder
 
 CONFIG_NAME = "config.json"
@@ -47,7 +47,7 @@ def divide(entries: Sequence[Entry], most_bytes: int) -> list[WeightsFile]:
         most_bytes: What a file may hold; a larger tensor has a file of its own.
 
     Example:
-        >>> from shard_core.checkpoint.format.safetensors_file import Entry
+        >>> from shard_core.checkpoint.save.writer import Entry
         >>> entries = [Entry(name=name, dtype="F32", shape=(2,)) for name in "abc"]
         >>> [(file.name, len(file.entries)) for file in divide(entries, 16)]
         [('model-00001-of-00002.safetensors', 2), ('model-00002-of-00002.safetensors', 1)]

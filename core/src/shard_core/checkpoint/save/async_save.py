@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.save.host_memory import Room, crowded_host, room_for
-from shard_core.checkpoint.save.snapshot import Snapshot
+from shard_core.checkpoint.save.staging import Snapshot
 from shard_core.checkpoint.storage.opening import path_or_url
 
 if TYPE_CHECKING:

@@ -14,7 +14,13 @@ from shard_core.checkpoint.format.manifest import Manifest
 from shard_core.checkpoint.format.values import encode, encode_scalar
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.save.commit import Attempt
-from shard_core.checkpoint.save.writer import check_lengths, gather_rank_indexes, value_shards, write_full, write_rank
+from shard_core.checkpoint.save.rank_files import (
+    check_lengths,
+    gather_rank_indexes,
+    value_shards,
+    write_full,
+    write_rank,
+)
 from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.checkpoint.storage.tasks import Tasks

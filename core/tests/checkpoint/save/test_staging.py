@@ -12,8 +12,7 @@ import torch
 from fixtures.single_rank import state_of
 from torch import nn
 
-from shard_core.checkpoint.save.snapshot import Snapshot
-from shard_core.checkpoint.save.staging import Staging
+from shard_core.checkpoint.save.staging import Snapshot, Staging
 from shard_core.checkpoint.state.filtered import FilteredState
 from shard_core.checkpoint.state.shard import TensorShard
 from shard_core.checkpoint.state.tensor_state import TensorState
