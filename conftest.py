@@ -49,6 +49,6 @@ _LEFT_OUT = "starts ranks or another process, which --quick leaves out"
 _left: list[str] = []
 
 
-def _leave(*_: Any) -> NoReturn:
+def _leave(*_: Any, **__: Any) -> NoReturn:
     _left.append(_LEFT_OUT)
     pytest.skip(_LEFT_OUT)
