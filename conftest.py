@@ -1,4 +1,7 @@
-"""The option ``--quick`` of every test session here: tests that start ranks or other processes leave when they try."""
+"""The option ``--quick`` of every test session here: tests that start ranks or other processes leave when they try.
+
+Tests marked as slow are not begun; there are few, since most of what takes time here starts ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ _STARTING = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option."""
-    parser.addoption("--quick", action="store_true", help="leave out tests that start ranks or other processes")
+    parser.addoption(
+        "--quick", action="store_true", help="leave out slow tests and what starts ranks or other processes"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,11 +27,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("quick"):
         import torch.distributed as dist
 
-        # What makes a rank of the test's own process.
-        vars(dist)["init_process_group"] = _leave
+        # What makes a rank of the test's own process, and what its ranks would meet at.
+        for name in ("init_process_group", "TCPStore"):
+            vars(dist)[name] = _leave
         sys.addaudithook(lambda event, _: _leave() if event in _STARTING else None)
         # What multiprocessing spawns with, which is no audited event.
         _posixsubprocess.fork_exec = _leave
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow tests."""
+    if config.getoption("quick"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.hookimpl(wrapper=True)

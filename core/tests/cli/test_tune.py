@@ -138,6 +138,7 @@ def among(*paces):
     return ("--option", f"among={paces!r}")
 
 
+@pytest.mark.slow
 def test_the_fastest_that_trains_alike_is_named_and_all_are_shown(script, paces):
     found = card(tune(script, "--json", *among("slow", "wrong", "broken", "fast", "steady")))
     rows = {json.dumps(row["setting"]): row for row in found["rows"]}
@@ -153,18 +154,21 @@ def test_the_fastest_that_trains_alike_is_named_and_all_are_shown(script, paces)
     assert "Fastest: pace='fast', polished=True, in 0." in found["says"]
 
 
+@pytest.mark.slow
 def test_the_best_is_printed_as_it_is_pasted(script, paces):
     output = text(tune(script, *among("fast")))
     assert "get_strategy('paced', among=('fast',), pace='fast', polished=True)" in output
     assert "--option pace=fast --option polished=True" in output
 
 
+@pytest.mark.slow
 def test_defaults_that_are_fastest_are_kept(script, paces):
     output = text(tune(script, *among("slow")))
     assert "Keep what you gave: no setting that trains the same is faster" in output
     assert "get_strategy" not in output
 
 
+@pytest.mark.slow
 def test_what_the_user_has_set_is_kept(script, paces):
     output = text(tune(script, "--option", "pace=slow", *among("fast")))
     assert "Strategy 'paced' names no setting worth trying besides what you gave, for this model on 1 rank." in output

@@ -66,6 +66,7 @@ def _sweep(checkpoint: Path, stride: int) -> None:
         path.write_bytes(raw)
 
 
+@pytest.mark.slow
 def test_every_changed_byte_is_noticed(tmp_path):
     write(tmp_path / "checkpoint")
     _sweep(tmp_path / "checkpoint", stride=_SPARSE)

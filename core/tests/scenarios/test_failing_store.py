@@ -21,6 +21,8 @@ from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 RUN = "failing://run"
 
 

@@ -119,6 +119,7 @@ def _fuzz(checkpoint, stride: int) -> None:
     assert not outside
 
 
+@pytest.mark.slow
 def test_nothing_of_the_wrong_type_passes(checkpoint):
     _fuzz(checkpoint, stride=43)
 

@@ -22,6 +22,8 @@ from shard_core.checkpoint.format.tiling import tiling_flaw
 from shard_core.checkpoint.inspection.verify import verify
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 
+pytestmark = pytest.mark.slow
+
 # Derandomized, so that a run says the same each time; the long ones look further.
 _FEW = settings(deadline=None, database=None, derandomize=True, max_examples=100)
 _FEW_SAVES = settings(_FEW, max_examples=40)

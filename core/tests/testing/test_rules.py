@@ -9,6 +9,8 @@ import pytest
 # The sessions below run in this process, and forget what they are the first to import: that takes seconds each.
 import shard_core.testing.conformance  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 
 PLUGIN = """

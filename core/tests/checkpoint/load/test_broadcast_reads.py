@@ -113,6 +113,7 @@ def test_a_range_is_broadcast_where_half_of_the_ranks_want_it(parts, times):
     assert _total(_given()) == 4 * (times * whole.matrix.numel() + whole.bias.numel() + 100)
 
 
+@pytest.mark.slow
 def test_what_fails_on_the_rank_that_reads_is_raised_on_every_rank():
     request = 0
     while True:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -110,10 +111,11 @@ def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
         for _ in range(3):
             train(strategy, state)
         assert not handle.committed.done()
-        opener = subprocess.Popen(["sh", "-c", f"sleep 0.2; touch {gate}"])
+        opener = threading.Timer(0.2, gate.touch)
+        opener.start()
         call(strategy, state)
         assert handle.committed.done()
-        opener.wait()
+        opener.join()
         strategy.teardown()
         gate.unlink()
 
