@@ -47,8 +47,9 @@ class Death:
 class Watch:
     """Watches the processes of one launch from a thread of the launching process.
 
-    It only looks: collecting exit statuses is the agent's business, so this asks the system without
-    taking them (``os.waitid`` with ``WNOWAIT``; systems without it go unwatched).
+    Once one rank has died it ends those that outlive it by some seconds. Collecting exit statuses is the agent's
+    business, so this asks the system without taking them (``os.waitid`` with ``WNOWAIT``; systems without it go
+    unwatched).
 
     Args:
         folder: Where the ranks report.
