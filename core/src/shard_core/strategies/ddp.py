@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shard_core._versions import buffers_sent_count_as_changed
 from shard_core.checkpoint.state.tensor_state import TensorState
-from shard_core.collectives.process_group import ProcessGroupCollectives
-from shard_core.errors import InvalidOption, MissingCapability, SetupError
+from shard_core.errors import MissingCapability, SetupError
 from shard_core.parameters import plain_name
 from shard_core.replicas import send_values
 from shard_core.strategies.config import DDPConfig
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from shard_core.checkpoint.state.training_state import TrainingState
-    from shard_core.collectives.interface import Collectives
     from shard_core.parameters import ParameterNames
 
 
@@ -76,14 +74,6 @@ class DDPStrategy(TorchEngine, Strategy):
     _trained: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, torch.nn.Parameter]]
     _hooks: list[RemovableHandle]
 
-    def engine_collectives(self, name: str | None) -> Collectives:
-        """Create collectives over a process group."""
-        if name not in (None, "process_group"):
-            raise InvalidOption(f"strategy 'ddp' has no collectives {name!r}; it has: 'process_group'.")
-        return ProcessGroupCollectives(
-            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
-        )
-
     def engine_mesh(self) -> DeviceMesh | None:
         """Return no mesh: every rank sees its own data."""
         # Made on the rank it serves: weak references cannot travel there with the strategy.
@@ -91,11 +81,6 @@ class DDPStrategy(TorchEngine, Strategy):
         self._trained = weakref.WeakKeyDictionary()
         self._hooks = []
         return None
-
-    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing: every rank builds as plain PyTorch does."""
-        del empty_init
-        return contextlib.nullcontext()
 
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
