@@ -96,8 +96,7 @@ class paced(Paced, SingleStrategy):
     pass
 
 class paced_ranks(Paced, SingleStrategy):
-    def engine_collectives(self, name):
-        return ProcessGroupCollectives()
+    engine_collectives_types = {"process_group": ProcessGroupCollectives}
 """
 
 

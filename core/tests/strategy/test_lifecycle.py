@@ -154,7 +154,8 @@ def test_a_plain_value_that_makes_a_name_untrue_is_refused() -> None:
         ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'; give a number of MiB"),
         ({"bucket_cap_mb": 0}, "give a number of MiB above zero"),
         ({"static_graph": 1}, "static_graph is 1; give True or False"),
-        ({"collectives": "mpi"}, "strategy 'ddp' has no collectives 'mpi'"),
+        ({"collectives": "mpi"}, "strategy 'ddp' has no collectives 'mpi'; it has: 'process_group'"),
+        ({"collectives": "proces_group"}, "no collectives 'proces_group'; did you mean 'process_group'[?] it has: "),
     ],
 )
 def test_wrong_values_get_a_sentence(options: dict[str, Any], message: str) -> None:

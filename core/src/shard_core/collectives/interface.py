@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from shard_core.errors import CollectiveError, MissingCapability, nearest
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     import torch
 
@@ -80,6 +81,18 @@ class Collectives(abc.ABC):
     Order of calls: ``connect`` once, anything else any number of times by all ranks in the same
     order, ``close`` once. An object that was closed can be connected again.
     """
+
+    @classmethod
+    def for_run(cls, *, backend: str | None, timeout: timedelta, guard_timeout: timedelta) -> Self:
+        """Create collectives, unconnected, from the arguments of a run; by default none of them matters.
+
+        Args:
+            backend: The argument ``process_group_backend``.
+            timeout: How long a collective of a training step may take.
+            guard_timeout: How long to wait for a rank before naming it.
+        """
+        del backend, timeout, guard_timeout
+        return cls()
 
     @property
     @abc.abstractmethod

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import secrets
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,11 @@ class ProcessGroupCollectives(Collectives):
         self._side_channels = itertools.count()
         self._authenticator = Authenticator()
         self._messages = itertools.count()
+
+    @classmethod
+    def for_run(cls, *, backend: str | None, timeout: timedelta, guard_timeout: timedelta) -> Self:
+        """Create them with the backend and the timeouts of a run."""
+        return cls(backend, timeout, guard_timeout)
 
     @property
     def rank(self) -> int:

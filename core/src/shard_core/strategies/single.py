@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.single import SingleCollectives
-from shard_core.errors import InvalidOption
 from shard_core.strategies.config import SingleConfig
 from shard_core.strategies.plugin import SINGLE
 from shard_core.strategy import Strategy
@@ -16,10 +15,8 @@ from shard_core.strategy.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
     from shard_core.checkpoint.state.training_state import TrainingState
-    from shard_core.collectives.interface import Collectives
     from shard_core.parameters import ParameterNames
 
 
@@ -41,22 +38,8 @@ class SingleStrategy(TorchEngine, Strategy):
 
     default_info = SINGLE
     config_type = SingleConfig
+    engine_collectives_types = {"single": SingleCollectives}
     engine_backward_keywords = ("gradient", "retain_graph", "create_graph", "inputs")
-
-    def engine_collectives(self, name: str | None) -> Collectives:
-        """Create the collectives of a world of one."""
-        if name not in (None, "single"):
-            raise InvalidOption(f"strategy 'single' has no collectives {name!r}; it has: 'single'.")
-        return SingleCollectives()
-
-    def engine_mesh(self) -> DeviceMesh | None:
-        """Return no mesh."""
-        return None
-
-    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing: modules are built as in plain PyTorch."""
-        del empty_init
-        return contextlib.nullcontext()
 
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames

@@ -6,6 +6,8 @@ import abc
 import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shard_core.collectives.process_group import ProcessGroupCollectives
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
@@ -24,11 +26,16 @@ if TYPE_CHECKING:
 class Engine(abc.ABC):
     """The members a strategy's author writes; users call those of ``Strategy``, which call these.
 
-    Order of calls: ``engine_precision``, ``engine_collectives``, ``engine_mesh``, ``engine_seed``; then per module
-    ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an optimizer that
-    comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients``, ``engine_look``
+    Order of calls: ``engine_precision``, ``engine_check_options``, ``engine_collectives``, ``engine_mesh``,
+    ``engine_seed``; then per module ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an
+    optimizer that comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients``, ``engine_look``
     and ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were
     checked before. ``engine_worth_trying`` stands apart: it is asked before anything is started.
+
+    Seven members may exchange messages between ranks, because core calls them on every rank in the same order, or on
+    none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_gradients``,
+    ``engine_step`` and ``engine_state``. All others serve their rank alone. A member that refuses raises before its
+    first message, and on every rank.
     """
 
     #: What is known of the strategy under the name it was asked for.
@@ -56,6 +63,9 @@ class Engine(abc.ABC):
     #: and saved as they are.
     engine_keeps_torch_tensors: ClassVar[bool] = False
 
+    #: What users may name as ``collectives``, and the class of each; the first is the default.
+    engine_collectives_types: ClassVar[Mapping[str, type[Collectives]]] = {"process_group": ProcessGroupCollectives}
+
     #: Keywords of ``Tensor.backward`` that ``engine_backward`` honours; others are refused by name.
     engine_backward_keywords: ClassVar[Sequence[str]] = ("gradient", "retain_graph")
 
@@ -70,22 +80,40 @@ class Engine(abc.ABC):
         """
         return precision
 
-    @abc.abstractmethod
-    def engine_collectives(self, name: str | None) -> Collectives:
-        """Create the collectives of this engine, unconnected.
+    def engine_check_options(self) -> None:  # noqa: B027 - most options are checked one by one
+        """Check what takes several options, the arguments every strategy takes or the precision; by default nothing.
 
-        Args:
-            name: What the user chose among those the backend lists; None for the default.
+        Called when the strategy is built, in whichever process that is: nothing has been started.
+
+        Raises:
+            InvalidOption: If they contradict one another.
+            UnsupportedPrecision: If the options leave the engine unable to honour the precision.
         """
 
-    @abc.abstractmethod
+    def engine_collectives(self, name: str) -> Collectives:
+        """Create the collectives of this engine, unconnected; by default those of ``engine_collectives_types``.
+
+        Args:
+            name: One of the names there: what the user chose, or the default.
+        """
+        options, made_by = self.options, type(self).engine_collectives_types[name]
+        return made_by.for_run(
+            backend=options.process_group_backend, timeout=options.timeout, guard_timeout=options.guard_timeout
+        )
+
     def engine_mesh(self) -> DeviceMesh | None:
-        """Build the mesh of devices, now that ranks are connected; None if the engine has none."""
+        """Build the mesh of devices; None, the default, if the engine has none: then every rank sees its own data.
+
+        Called on every rank, now that ranks are connected; may communicate. What an engine holds for its rank and
+        cannot travel there with the strategy, such as weak references, is made here.
+        """
+        return None
 
     def engine_seed(self, seed: int) -> None:  # noqa: B027 - most engines have nothing to add
         """Seed the generators that ``torch.manual_seed`` does not reach; by default there are none.
 
-        Called when the engine has started, when the user seeds, and when each data rank gets a seed of its own.
+        Called when the engine has started, when the user seeds, and when each data rank gets a seed of its own; a user
+        may seed on one rank alone.
 
         Args:
             seed: Torch's own, now.
@@ -106,13 +134,14 @@ class Engine(abc.ABC):
             state: What ``engine_random_state`` returned.
         """
 
-    @abc.abstractmethod
     def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which users build modules.
+        """Return the context in which users build modules; by default every rank builds as plain PyTorch does.
 
         Args:
             empty_init: Whether values may be left unset because a checkpoint will fill them.
         """
+        del empty_init
+        return contextlib.nullcontext()
 
     def engine_sharded_context(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which users wrap submodules by hand; an engine that wraps none leaves this out."""
@@ -123,6 +152,8 @@ class Engine(abc.ABC):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Move a module to its devices and shards, and point optimizers at what became of its parameters.
+
+        Every rank has built the module, with values that may differ: all must train rank 0's. May communicate.
 
         Args:
             module: The user's module, its dtypes those of the precision.
@@ -137,7 +168,7 @@ class Engine(abc.ABC):
     def engine_add_optimizer(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> None:
-        """Point an optimizer that came after setup at a module's parameters.
+        """Point an optimizer that came after setup at a module's parameters; may communicate.
 
         Args:
             module: The user's module, set up.
@@ -147,7 +178,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backwards keep gradients on this rank.
+        """Return a context in which backwards keep gradients on this rank; entering and leaving send nothing.
 
         Args:
             module: What ``engine_setup`` returned.
@@ -155,7 +186,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
-        """Run one backward; gradients add up, averaged over data-parallel ranks.
+        """Run one backward; gradients add up, averaged over data-parallel ranks. May communicate.
 
         Args:
             loss: A scalar, or another tensor with its ``gradient`` among ``kwargs``.
@@ -167,12 +198,14 @@ class Engine(abc.ABC):
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Return this rank's parts of the gradients an optimizer will step with, sharing their memory.
 
+        Asked several times in a step, by clipping and by what makes gradients final; may communicate.
+
         Args:
             optimizer: One that was set up.
         """
 
     def engine_look(self, value: torch.Tensor) -> bool:
-        """Return whether a number is true, in the middle of a step.
+        """Return whether a number is true, in the middle of a step; it is the same on every rank.
 
         An engine that computes lazily first runs what is pending, or it would run once for the answer and once more
         for the step.
@@ -184,7 +217,13 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
-        """Step an optimizer.
+        """Step an optimizer, on every rank or on none; may communicate.
+
+        Call the ``step`` of this very optimizer, once: only then do the user's hooks on it, those of
+        ``register_step_pre_hook`` and ``register_step_post_hook``, run, and run once, and its schedulers count the
+        step. An engine that steps other tensors than the groups hold, or some of them, exchanges those inside of all
+        hooks, as ``local_step`` and ``owned_step`` do, so that hooks see whole groups. An engine for which a step
+        taken past it would be wrong refuses it by a pre-hook of its own.
 
         Args:
             optimizer: One that was set up; its gradients are final.
@@ -201,6 +240,9 @@ class Engine(abc.ABC):
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:
         """Describe which parts of modules and optimizers live on this rank.
+
+        May communicate where there are optimizers. Without any it may not: one rank may ask alone what it holds of a
+        module.
 
         Args:
             modules: The user's modules by the user's keys.
@@ -230,5 +272,5 @@ class Engine(abc.ABC):
     def engine_teardown(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release what was set up for the modules; ranks are still connected, and perhaps out of step.
 
-        Nothing in here waits for another rank. An engine that holds nothing leaves this out.
+        Nothing in here waits for another rank: some may be gone. An engine that holds nothing leaves this out.
         """

@@ -10,7 +10,8 @@ import torch
 
 from shard_core.checkpoint.interface import CheckpointIO
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
-from shard_core.errors import InvalidOption, LaunchError, MissingCapability
+from shard_core.collectives.interface import Collectives
+from shard_core.errors import InvalidOption, LaunchError, MissingCapability, nearest
 from shard_core.launcher.choice import choose_launcher
 from shard_core.launcher.environment import export
 from shard_core.launcher.rank_call import report_failure
@@ -49,8 +50,11 @@ class StrategyLifecycle(Engine):
         self.precision = self.engine_precision(
             build_precision(self.info.policies.get(precision, precision) if isinstance(precision, str) else precision)
         )
+        self.engine_check_options()
         chosen = self.options.collectives
-        self.collectives = self.engine_collectives(chosen) if chosen is None or isinstance(chosen, str) else chosen
+        self.collectives = (
+            chosen if isinstance(chosen, Collectives) else self.engine_collectives(self._collectives_name(chosen))
+        )
         self.checkpoint_io = self.options.checkpoint_io or ShardedCheckpointIO()
         if not isinstance(self.checkpoint_io, CheckpointIO):
             raise InvalidOption(
@@ -71,6 +75,16 @@ class StrategyLifecycle(Engine):
                     f"{name} is {value!r}, but strategy {self.info.name!r} stands for {name}={preset!r}; leave it out, "
                     "or choose another strategy (`shard list` shows them)."
                 )
+
+    def _collectives_name(self, chosen: str | None) -> str:
+        names = list(type(self).engine_collectives_types)
+        name = names[0] if chosen is None else chosen
+        if name not in names:
+            raise InvalidOption(
+                f"strategy {self.info.name!r} has no collectives {name!r}{nearest(name, names) or ';'} it has: "
+                f"{', '.join(map(repr, names))}."
+            )
+        return name
 
     def __repr__(self) -> str:
         """Return the name, the precision and the options."""

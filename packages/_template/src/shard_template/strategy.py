@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core import InvalidOption, Strategy
-from shard_core.backend import ProcessGroupCollectives, TensorState, TorchEngine, send_values
+from shard_core import Strategy
+from shard_core.backend import TensorState, TorchEngine, send_values
 from shard_template.config import TemplateConfig
 from shard_template.plugin import TEMPLATE
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import Collectives, ParameterNames, TrainingState
+    from shard_core.backend import ParameterNames, TrainingState
 
 
 class TemplateStrategy(TorchEngine, Strategy):
@@ -33,24 +33,11 @@ class TemplateStrategy(TorchEngine, Strategy):
     config: TemplateConfig
     _averaged: weakref.WeakKeyDictionary[torch.nn.Module, bool]
 
-    def engine_collectives(self, name: str | None) -> Collectives:
-        """Build collectives over a process group."""
-        if name not in (None, "process_group"):
-            raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'process_group'.")
-        return ProcessGroupCollectives(
-            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
-        )
-
     def engine_mesh(self) -> DeviceMesh | None:
         """Return no mesh: every rank sees its own data."""
         # Made on the rank it serves: weak references cannot travel there with the strategy.
         self._averaged = weakref.WeakKeyDictionary()
         return None
-
-    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Build as plain PyTorch does, on every rank."""
-        del empty_init
-        return contextlib.nullcontext()
 
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames

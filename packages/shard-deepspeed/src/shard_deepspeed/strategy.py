@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core import InvalidOption, SetupError, Strategy, UnsupportedPrecision
-from shard_core.backend import ProcessGroupCollectives, fast_step, send_values
+from shard_core.backend import fast_step, send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
@@ -22,7 +22,7 @@ from shard_deepspeed.zero import ZeroModule, is_trained
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import Collectives, LocalGradient, ParameterNames, TrainingState
+    from shard_core.backend import LocalGradient, ParameterNames, TrainingState
 
 
 class DeepSpeedStrategy(Strategy):
@@ -43,16 +43,8 @@ class DeepSpeedStrategy(Strategy):
     _environment: contextlib.ExitStack
     _stepping: torch.optim.Optimizer | None = None
 
-    def engine_collectives(self, name: str | None) -> Collectives:
-        """Communicate through a process group."""
-        if name not in (None, "process_group"):
-            raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'process_group'.")
-        self._check_precision()
-        return ProcessGroupCollectives(
-            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
-        )
-
-    def _check_precision(self) -> None:
+    def engine_check_options(self) -> None:
+        """Check that the stage keeps parameters in the precision's dtype."""
         policy, stage = self.precision.policy, self.config.zero_stage
         honoured = ("float32", "bfloat16") if stage else ("float32",)
         if policy.parameter not in honoured:
@@ -67,11 +59,6 @@ class DeepSpeedStrategy(Strategy):
         self._zero = {}
         self._environment = contextlib.ExitStack()
         return None
-
-    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Build as plain PyTorch does, on every rank."""
-        del empty_init
-        return contextlib.nullcontext()
 
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames

@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_core import InvalidOption, Strategy
+from shard_core import Strategy
 from shard_core.backend import (
     FullySharder,
-    ProcessGroupCollectives,
     TensorState,
     TorchEngine,
     Unit,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import Collectives, ParameterNames, Precision, TrainingState
+    from shard_core.backend import ParameterNames, Precision, TrainingState
 
 
 class FSDPStrategy(TorchEngine, Strategy):
@@ -55,14 +54,6 @@ class FSDPStrategy(TorchEngine, Strategy):
     def engine_precision(self, precision: Precision) -> Precision:
         """Replace an argument ``precision`` that says nothing else by ``mixed_precision``."""
         return precision_of(self.config.mixed_precision, precision)
-
-    def engine_collectives(self, name: str | None) -> Collectives:
-        """Communicate through a process group."""
-        if name not in (None, "process_group"):
-            raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'process_group'.")
-        return ProcessGroupCollectives(
-            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
-        )
 
     def engine_mesh(self) -> DeviceMesh:
         """Arrange the ranks as the options say, by default along one axis."""

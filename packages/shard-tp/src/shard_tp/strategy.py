@@ -11,15 +11,8 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shard_core import InvalidOption, SetupError, Strategy
-from shard_core.backend import (
-    FullySharder,
-    ProcessGroupCollectives,
-    TensorState,
-    TorchEngine,
-    find_units,
-    local_gradients,
-)
+from shard_core import SetupError, Strategy
+from shard_core.backend import FullySharder, TensorState, TorchEngine, find_units, local_gradients
 from shard_core.plugins import DATA_AXIS, MeshShape
 from shard_tp.config import TPConfig
 from shard_tp.consistency import ConsistencyCheck
@@ -31,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import Collectives, LocalGradient, ParameterNames, TrainingState
+    from shard_core.backend import LocalGradient, ParameterNames, TrainingState
 
 TENSOR_AXIS: Final = "tensor_parallel"
 """The axis whose ranks share each layer and see the same data."""
@@ -56,16 +49,11 @@ class TPStrategy(TorchEngine, Strategy):
     _modules: weakref.WeakSet[torch.nn.Module]
     _trusted: weakref.WeakSet[torch.optim.Optimizer]
 
-    def engine_collectives(self, name: str | None) -> Collectives:
-        """Communicate through a process group."""
-        if name not in (None, "process_group"):
-            raise InvalidOption(f"strategy 'tp' has no collectives {name!r}; it has: 'process_group'.")
+    def engine_check_options(self) -> None:
+        """Check the plan, and that the sizes fit the ranks, where their number is known before any is started."""
         self._check_ranks()
         if self.config.plan != "auto":
             check_styles(self.config.plan)
-        return ProcessGroupCollectives(
-            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
-        )
 
     def _check_ranks(self) -> None:
         """Refuse sizes that do not fit the ranks before any is started, where their number is known."""

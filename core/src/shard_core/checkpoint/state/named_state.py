@@ -41,6 +41,7 @@ class NamedState(TrainingState):
         modules: The modules' tensors by the user's names for the modules.
         optimizers: Optimizers over their parameters, by the user's names.
         zeros_like: Creates optimizer state of a parameter's layout, from it and a dtype; None for torch's.
+        owned: Returns whether this rank keeps the state of a parameter; None if every rank does.
 
     Attributes:
         keys: How tensors are called in a checkpoint.
@@ -54,10 +55,13 @@ class NamedState(TrainingState):
         modules: Mapping[str, NamedTensors],
         optimizers: Mapping[str, torch.optim.Optimizer],
         zeros_like: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
+        owned: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
         self.keys = KeySpace(tuple(modules))
         self._named = modules
-        self._optimizers = {key: OptimizerTensors(key, each, modules, zeros_like) for key, each in optimizers.items()}
+        self._optimizers = {
+            key: OptimizerTensors(key, each, modules, zeros_like, owned) for key, each in optimizers.items()
+        }
         self._held: set[tuple[str, str, str]] = set()
         self._refuse_shared_parameters()
 

@@ -30,6 +30,11 @@ class OptimizerTensors:
         optimizer: Any torch optimizer whose state hangs on its parameters.
         modules: The modules whose parameters it may step, by the user's names for them.
         zeros_like: Creates state of a parameter's layout, from it and a dtype.
+        owned: Returns whether this rank keeps the state of a parameter; None if every rank does.
+
+    Attributes:
+        shapes: The full shapes of the parameters it steps, by name.
+        kept: Those whose state this rank keeps, by name.
 
     Raises:
         CheckpointError: If it steps parameters of none of the modules, or of several.
@@ -41,6 +46,7 @@ class OptimizerTensors:
         optimizer: torch.optim.Optimizer,
         modules: Mapping[str, NamedTensors],
         zeros_like: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
+        owned: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
         self._zeros_like = zeros_like or (lambda parameter, dtype: torch.zeros_like(parameter.detach(), dtype=dtype))
         self._owner = owner
@@ -48,7 +54,7 @@ class OptimizerTensors:
         self.module = self._find_module(modules)
         named = modules[self.module]
         self._parameters: dict[str, torch.Tensor] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self._groups: list[list[str]] = []
         for place, group in enumerate(optimizer.param_groups):
             names = []
@@ -60,9 +66,10 @@ class OptimizerTensors:
                         f"that module {self.module!r} does not have; give each module an optimizer of its own."
                     )
                 self._parameters[name] = parameter
-                self._shapes[name] = named.shape_of(name)
+                self.shapes[name] = named.shape_of(name)
                 names.append(name)
             self._groups.append(names)
+        self.kept = {name: each for name, each in self._parameters.items() if owned is None or owned(each)}
         self._created: dict[tuple[str, str], torch.Tensor] = {}
 
     @property
@@ -76,7 +83,7 @@ class OptimizerTensors:
         Raises:
             CheckpointError: If a rank's own tensor may be a shard of the state or a copy of it.
         """
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.kept.items():
             slots = self._optimizer.state.get(parameter, {})
             tensors = {slot: value for slot, value in slots.items() if self._is_stored(name, slot, value)}
             tensors |= {slot: value for (owner, slot), value in self._created.items() if owner == name}
@@ -91,7 +98,7 @@ class OptimizerTensors:
             CheckpointError: If state that is no tensor has more than one element.
         """
         scalars: dict[str, dict[str, Any]] = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.kept.items():
             for slot, value in self._optimizer.state.get(parameter, {}).items():
                 if not self._is_stored(name, slot, value):
                     plain = value.to_local() if isinstance(value, DTensor) else value
@@ -112,8 +119,8 @@ class OptimizerTensors:
         """Create tensors for state that the optimizer has not created; it gets them in ``restore``."""
         self._created.clear()  # a load may begin anew, with another checkpoint in the same place
         for slot in slots:
-            parameter = self._parameters.get(slot.name)
-            if parameter is None or slot.module != self.module or slot.parameter_shape != self._shapes[slot.name]:
+            parameter = self.kept.get(slot.name)
+            if parameter is None or slot.module != self.module or slot.parameter_shape != self.shapes[slot.name]:
                 continue
             there = self._optimizer.state.get(parameter, {}).get(slot.slot)
             if self._is_stored(slot.name, slot.slot, there):
@@ -159,7 +166,7 @@ class OptimizerTensors:
     def _scalars(self, records: Sequence[OptimizerRecord]) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
         """Yield each parameter that is restored, its name first and what the checkpoint has of its scalars last."""
         scalars = {name: record.scalars.get(name, {}) for record in records for name in record.names}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.kept.items():
             if name in scalars:
                 yield name, parameter, scalars[name]
 
@@ -204,7 +211,7 @@ class OptimizerTensors:
 
     def _is_stored(self, name: str, slot: str, value: Any) -> bool:
         """Return whether state is stored as a tensor, by full shapes alone: every layout comes to the same answer."""
-        return isinstance(value, torch.Tensor) and (value.dim() > 0 or (not self._shapes[name] and slot != "step"))
+        return isinstance(value, torch.Tensor) and (value.dim() > 0 or (not self.shapes[name] and slot != "step"))
 
     def _refuse_unknown_layout(self, name: str, slot: str, value: torch.Tensor) -> None:
         parameter = self._parameters[name]

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch.nn import Parameter
 
 from shard_core.checkpoint.state.named_state import NamedState
 from shard_core.checkpoint.state.names import ModuleTensors
+from shard_core.checkpoint.state.owned_slots import OwnedSlots
 from shard_core.checkpoint.state.ownership import Ownership
 from shard_core.checkpoint.state.shard import FlatPart, TensorShard, shards_of_range
+from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
+    from shard_core.checkpoint.state.training_state import Slot
+    from shard_core.coordinator import Coordinator
 
 
 class TensorState(NamedState):
     """The state of modules whose parameters are plain tensors, DTensors or flat parts.
 
     A plain tensor is taken for a copy of what every other rank holds. Of a parameter with a flat part, the part is
-    saved and filled in its stead, and so is the state of the optimizer that steps the part.
+    saved and filled in its stead, and so is the state of the optimizer that steps the part. Where an optimizer's state
+    of a parameter, whole as the parameter is, stands on the ranks that own it alone, ``owned`` says which these are.
 
     Args:
         modules: Modules by the user's names.
@@ -30,9 +38,12 @@ class TensorState(NamedState):
         world_size: How many there are.
         mesh: The mesh of all ranks, needed where some tensors live on a part of it.
         flat_part: Returns what this rank holds of a parameter that is sharded flat over all ranks; None for others.
+        owned: Returns whether this rank keeps the optimizer's state of a parameter; at least one rank does. None if
+            every rank keeps that of all, or of its shards. What owners have is exchanged here, once.
+        coordinator: How ranks talk, such as the strategy's ``collectives``; needed with ``owned``.
 
     Raises:
-        CheckpointError: If names clash, or an optimizer steps what no module here has.
+        CheckpointError: If names clash, an optimizer steps what no module here has, or a parameter has no owner.
 
     Example:
         >>> import torch
@@ -51,10 +62,30 @@ class TensorState(NamedState):
         world_size: int,
         mesh: DeviceMesh | None = None,
         flat_part: Callable[[torch.Tensor], FlatPart | None] | None = None,
+        owned: Callable[[torch.Tensor], bool] | None = None,
+        coordinator: Coordinator | None = None,
     ) -> None:
         self._rank, self._world_size, self._mesh = rank, world_size, mesh
         self._tensors = {key: ModuleTensors(key, module, flat_part) for key, module in modules.items()}
-        super().__init__(self._tensors, optimizers)
+        super().__init__(self._tensors, optimizers, owned=owned)
+        self._owned: OwnedSlots | None = None
+        if owned is not None and optimizers:
+            if coordinator is None or flat_part is not None:
+                raise CheckpointError("`owned` needs a coordinator, and is for whole parameters: give no flat_part.")
+            self._owned = OwnedSlots(self._optimizers, coordinator)
+
+    def optimizers(self) -> dict[str, OptimizerRecord]:
+        """Describe the optimizers, with the scalars that owners keep."""
+        records = super().optimizers()
+        if self._owned is None:
+            return records
+        return {key: dataclasses.replace(each, scalars=self._owned.scalars[key]) for key, each in records.items()}
+
+    def prepare_load(self, slots: Sequence[Slot]) -> None:
+        """Create state that the optimizers have not created yet, where it belongs."""
+        super().prepare_load(slots)
+        if self._owned is not None:
+            self._owned.expect(slots)
 
     def shards(self) -> list[TensorShard]:
         """List this rank's shard of every tensor, copies of replicas included."""
@@ -67,6 +98,8 @@ class TensorState(NamedState):
                 shards += (
                     _shards_of_part(key, part, part.values) if part else [ownership.shard(key, tensor, stepped=stepped)]
                 )
+        if self._owned is not None:
+            return [*shards, *self._owned.shards(self.keys, self.slots())]
         for held in self.slots():
             part = self._tensors[held.module].parts.get(held.name)
             shards += (

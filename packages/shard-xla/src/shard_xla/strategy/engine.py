@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 from shard_core.backend import Engine
@@ -19,6 +18,10 @@ class XLAEngine(Engine):
 
     config: XLAFSDPConfig | XLASPMDConfig
 
+    def engine_check_options(self) -> None:
+        """Check that the accelerator is one of XLA's."""
+        runtime.check_accelerator(self.info.name, self.options.accelerator)
+
     def engine_seed(self, seed: int) -> None:
         """Seed the device."""
         runtime.seed(seed)
@@ -30,11 +33,6 @@ class XLAEngine(Engine):
     def engine_set_random_state(self, state: torch.Tensor) -> None:
         """Restore the state of the device's generator."""
         runtime.set_random_state(state)
-
-    def engine_init_context(self, empty_init: bool) -> contextlib.AbstractContextManager[None]:
-        """Build as plain PyTorch does, on the host; setup takes the module to the device."""
-        del empty_init
-        return contextlib.nullcontext()
 
     def engine_look(self, value: torch.Tensor) -> bool:
         """Run what is pending, and read the value."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shard_core import InvalidOption, Strategy
+from shard_core import Strategy
 from shard_core.backend import LocalGradient, NoInferenceMode, ProcessGroupCollectives, send_values
 from shard_xla.checkpoint import FlatState
 from shard_xla.config import XLAFSDPConfig
@@ -27,7 +27,7 @@ from shard_xla.strategy.tracing import stepping_lists
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import Collectives, ParameterNames, TrainingState
+    from shard_core.backend import ParameterNames, TrainingState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,17 +51,9 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
     default_info = FSDP
     config_type = XLAFSDPConfig
     config: XLAFSDPConfig
+    engine_collectives_types = {"host": ProcessGroupCollectives}
     _sharded: weakref.WeakKeyDictionary[torch.nn.Module, _Sharded]
     _watch: RecompilationWatch
-
-    def engine_collectives(self, name: str | None) -> Collectives:
-        """Communicate through a process group in host memory."""
-        runtime.check_accelerator(self.info.name, self.options.accelerator)
-        if name not in (None, "host"):
-            raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'host'.")
-        return ProcessGroupCollectives(
-            self.options.process_group_backend, self.options.timeout, self.options.guard_timeout
-        )
 
     def engine_mesh(self) -> DeviceMesh | None:
         """Start the device; every rank sees its own data."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core import InvalidOption, Strategy
+from shard_core import Strategy
 from shard_core.backend import NoInferenceMode, SingleCollectives, TorchEngine
 from shard_xla.checkpoint import SPMDState
 from shard_xla.config import XLASPMDConfig
@@ -25,7 +25,7 @@ from shard_xla.strategy.units import check_classes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import Collectives, ParameterNames, TrainingState
+    from shard_core.backend import ParameterNames, TrainingState
 
 
 class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
@@ -42,17 +42,11 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     default_info = SPMD
     config_type = XLASPMDConfig
     config: XLASPMDConfig
+    engine_collectives_types = {"single": SingleCollectives}  # devices communicate inside the compiled graph
     engine_keeps_torch_tensors = False  # a copy of a tensor would be on one device
     _tensors: weakref.WeakKeyDictionary[torch.nn.Module, ModuleTensors]
     _watch: RecompilationWatch
     _devices: Any
-
-    def engine_collectives(self, name: str | None) -> Collectives:
-        """Return the collectives of one process: devices communicate inside the compiled graph."""
-        runtime.check_accelerator(self.info.name, self.options.accelerator)
-        if name not in (None, "single"):
-            raise InvalidOption(f"strategy {self.info.name!r} has no collectives {name!r}; it has: 'single'.")
-        return SingleCollectives()
 
     def engine_mesh(self) -> DeviceMesh | None:
         """Start the devices; none of them is a rank."""
