@@ -20,7 +20,7 @@ def build(strategy: Any, made: Any = None) -> tuple[nn.Module, torch.optim.Optim
 def loss_of(strategy: Any, module: nn.Module) -> torch.Tensor:
     """Return one whose gradient is the data rank's number plus one, in every element."""
     scale = strategy.distributed_sampler_kwargs["rank"] + 1.0
-    return module(torch.full((1, 3), scale, device=strategy.root_device)).sum()
+    return module(torch.full((1, 3), scale, device=strategy.root_device)).float().sum()
 
 
 def shown_at_every_moment() -> list[Any]:
