@@ -60,6 +60,7 @@ ROGUES = {
     "ignores_clip_value": Fault("clips_by_value", _CLIPPING),
     "hides_clip_value": Fault("clips_by_value", _CLIPPING),
     "passes_non_finite": Fault("non_finite_norm_raises_everywhere", _CLIPPING),
+    "shows_sums": Fault("gradients_are_shown_whole", ("training.gradients",)),
     "keeps_weights": Fault("changes_by_hand_count", _BUILDING),
     # what setup leaves alone
     "drops_the_optimizer": Fault("optimizer_made_before_or_after_setup", _BUILDING),
@@ -97,6 +98,7 @@ ROGUES = {
     "unshared_data": Fault("samples_are_shared_out", _STARTING),
     "unshared_streams": Fault("streams_are_shared_by_batches", _STARTING),
     "reads_ahead": Fault("streams_go_on_at_any_world_size", _STARTING, (1, 2)),
+    "counts_fillers": Fault("metrics_count_every_sample_once", _STARTING),
     "uneven_data": Fault("ranks_take_equally_many_steps", _STARTING),
     # how ranks talk
     "max_is_sum": Fault("all_reduce_has_its_operations", ("collectives",)),
@@ -108,6 +110,7 @@ ROGUES = {
     "drops_sync_grads": Fault("gathers_with_gradients", ("collectives",)),
     "hides_sync_grads": Fault("gathers_with_gradients", ("collectives",)),
     "broadcasts_from_zero": Fault("broadcasts_objects", ("collectives",)),
+    "gathers_its_own_object": Fault("gathers_objects", ("collectives",)),
     "never_waits": Fault("barrier_waits", ("collectives",)),
     "unknown_is_mean": Fault("wrong_operation_is_refused", ("collectives",)),
     # what is kept
@@ -142,6 +145,7 @@ ROGUES = {
 _ALWAYS = (
     *("imports_torch", "starts_at_once", "swallows_exceptions"),
     *("summed", "rescaled", "local_norm", "fills_missing_gradients", "sends_nothing", "drops_the_optimizer"),
+    "shows_sums",
     *("one_optimizer_steps", "boasts_entry_methods", "mixes_instead", "steps_on_overflow"),
     *("masks_alike", "unshared_streams", "returns_local_values", "never_waits"),
     *("drops_moments", "rounds_a_tensor", "one_size_only", "never_strict", "skips_a_weight"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shard_core.collectives.interface import Collectives
+    from shard_core.data.rounds import Round
 
 
 class IndexedFeed:
@@ -71,8 +72,8 @@ class IndexedFeed:
             self._sampler.epoch, self._sampler.position = epoch, 0
             self._expected_digest, self._resumed = None, False
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the rest of the epoch, or the next epoch if nothing is left of it."""
+    def __iter__(self) -> Iterator[tuple[Round, Any]]:
+        """Yield the rest of the epoch, or the next epoch if nothing is left of it: each round, and its batch."""
         sampler = self._sampler
         sampler.begin()
         self._check_digest()
@@ -84,8 +85,9 @@ class IndexedFeed:
         # resumed run, which begins in the middle, go on with other random numbers than an uninterrupted one.
         self._generator.manual_seed(derived_seed(sampler.seed, sampler.epoch, sampler.position, self._rank))
         for batch in self.loader:
+            drawn = sampler.round()
             sampler.advance()
-            yield batch
+            yield drawn, batch
 
     def __len__(self) -> int:
         """Count the batches of a whole epoch."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from shard_core.data.indexed import IndexedFeed
+from shard_core.data.rounds import DrawnRounds
 from shard_core.data.stream import StreamFeed
 from shard_core.errors import InvalidOption
 
@@ -47,6 +48,7 @@ class ShardedLoader:
         split_batches: Whether the loader's batch size is the global one, of all ranks.
         shard_stream: For an ``IterableDataset``: whether to share its batches among ranks, since every rank's loader
             gives all of them in the same order; False if each rank's gives that rank's own share.
+        rounds: Where to record what was drawn last.
 
     Raises:
         InvalidOption: If this is no ``DataLoader``, ranks were given different ones, its sampler splits the data
@@ -65,6 +67,7 @@ class ShardedLoader:
         transfer: Callable[[Any], Any],
         split_batches: bool = False,
         shard_stream: bool | None = None,
+        rounds: DrawnRounds | None = None,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise InvalidOption(
@@ -74,6 +77,7 @@ class ShardedLoader:
         if not (shard_stream is None or isinstance(shard_stream, bool)):
             raise InvalidOption(f"shard_stream is {shard_stream!r}; give True, False, or None to find out.")
         self._transfer = transfer
+        self._rounds = rounds or DrawnRounds()
         self._feed: IndexedFeed | StreamFeed
         ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "coordinator": coordinator}
         if isinstance(loader.dataset, IterableDataset):
@@ -109,8 +113,13 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches, on its device."""
-        for batch in self._feed:
-            yield self._transfer(batch)
+        iteration = object()
+        try:
+            for drawn, batch in self._feed:
+                self._rounds.draw(iteration, self, drawn)
+                yield self._transfer(batch)
+        finally:
+            self._rounds.end(iteration)
 
     def __len__(self) -> int:
         """Count this rank's batches in a whole epoch; every rank has as many.

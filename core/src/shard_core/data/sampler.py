@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Sampler
 
+from shard_core.data.rounds import Round
+
 if TYPE_CHECKING:
     from shard_core.data.order import Order
 
@@ -84,6 +86,15 @@ class ResumableSampler(Sampler[Any]):
         """
         whole, rest = divmod(max(self._count - start, 0), self._global_batch)
         return whole + (rest >= self._smallest)
+
+    def round(self) -> Round:
+        """Describe the global batch at the position."""
+        items = min(self._count - self.position, self._global_batch)
+        if not self.order.pad:
+            items -= items % self._world_size
+        if self._single:
+            return Round(items=items, in_turn=False)
+        return Round(items=items, in_turn=True, size=-(-items // self._world_size))
 
     def advance(self) -> None:
         """Advance the position: every rank has got its share of one more global batch."""

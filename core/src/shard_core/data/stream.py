@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from shard_core._versions import is_split_over_ranks
+from shard_core.data.rounds import Round
 from shard_core.data.sharing import check_same_data, reads_alike, shards_itself
 from shard_core.errors import CheckpointError, CheckpointMismatch, InvalidOption
 
@@ -76,8 +77,9 @@ class StreamFeed:
             if hasattr(listener, "set_epoch"):
                 listener.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches."""
+    def __iter__(self) -> Iterator[tuple[Round, Any]]:
+        """Yield each round, and this rank's batch of it."""
+        drawn = Round(items=self._world_size, in_turn=False)
         batches: Iterator[Any] = iter(self.loader)
         if self._finds_out and self._shared is not False:  # epochs may be shuffled alike, or each rank's in its own way
             first = list(itertools.islice(batches, 1))
@@ -86,7 +88,8 @@ class StreamFeed:
             self._shared = self._shared if found is None else found
             self._check_kind(self._loaded)
         self._loaded = {}
-        yield from self._dealt(batches) if self._shared else batches
+        for batch in self._dealt(batches) if self._shared else batches:
+            yield drawn, batch
         self.epoch += 1
 
     def __len__(self) -> int:

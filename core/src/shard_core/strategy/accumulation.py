@@ -10,7 +10,7 @@ from shard_core.errors import InvalidOption, SetupError
 from shard_core.gradients import LocalGradient, all_finite, scale
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shard_core.collectives.interface import Collectives
     from shard_core.mesh import DataRanks
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Accumulation:
-    """The gradients of one optimizer between two of its steps.
+    """The gradients of one optimizer between two of its steps, or of a module that none was set up with.
 
     Engines average over data-parallel ranks; a denominator turns that average into the global mean,
     and a scaler's factor is taken out, once, when the gradients are first used.
@@ -78,7 +78,29 @@ class Accumulation:
         """
         if self._final:
             return self._finite
+        factor = self.factor(collectives, data)
         self._final = True
+        if factor != 1.0:
+            scale(gradients(), factor)
+        if scaler is not None:
+            self._finite = not collectives.any_true(not all_finite(gradients()))
+        return self._finite
+
+    def factor(self, collectives: Collectives, data: DataRanks) -> float:
+        """Return what the gradients are still to be multiplied by; every rank calls this.
+
+        Args:
+            collectives: Of all ranks.
+            data: The ranks whose denominators add up.
+
+        Returns:
+            1.0 once they are final, the same on every rank.
+
+        Raises:
+            InvalidOption: If the denominators add up to nothing.
+        """
+        if self._final:
+            return 1.0
         factor = 1.0 / self._loss_scale
         if self._denominator is not None:
             total = float(collectives.all_reduce(self._denominator, data.group, "sum"))
@@ -88,19 +110,15 @@ class Accumulation:
                     "they must be counts above zero."
                 )
             factor *= data.size / total
-        if factor != 1.0:
-            scale(gradients(), factor)
-        if scaler is not None:
-            self._finite = not collectives.any_true(not all_finite(gradients()))
-        return self._finite
+        return factor
 
-    def reset_if_discarded(self, optimizer: torch.optim.Optimizer) -> None:
+    def reset_if_discarded(self, parameters: Iterable[torch.Tensor]) -> None:
         """Reset if the gradients of earlier backwards were zeroed without a step.
 
         Args:
-            optimizer: Whose gradients; its engine must show those of every backward.
+            parameters: Whose gradients; the engine must show those of every backward.
         """
-        if self._backwards and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        if self._backwards and all(parameter.grad is None for parameter in parameters):
             self.reset()
 
     def reset(self) -> None:

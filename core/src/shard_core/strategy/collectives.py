@@ -10,6 +10,7 @@ import torch
 from shard_core.capability import Capability
 from shard_core.collectives.interface import check_mean, reduce_op_named
 from shard_core.collectives.leaves import Leaves
+from shard_core.collectives.samples import SampleGather, exchange
 from shard_core.errors import CollectiveError, nearest
 from shard_core.mesh import DATA_AXIS
 from shard_core.strategy.step import StrategyStep
@@ -18,6 +19,8 @@ from shard_core.structures import is_nested
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from torch.distributed import ProcessGroup, ReduceOp
+
+    from shard_core.data import ShardedLoader
 
     Group: TypeAlias = str | ProcessGroup | None
     Reduction: TypeAlias = str | ReduceOp | ReduceOp.RedOpType | None
@@ -99,6 +102,54 @@ class StrategyCollectives(StrategyStep):
         members = self._group(group)
         leaves = Leaves("all_gather", self.collectives, members, self.root_device)
         return leaves.map(tensor, lambda leaf: self.collectives.all_gather(leaf, members, sync_grads))
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Collect an object from every rank.
+
+        JSON values, tuples, bytes, torch dtypes, tensors and arrays of numbers travel as by ``broadcast``, in lists,
+        tuples and dicts of any depth to a hundred. Objects of other classes are refused: nothing is pickled.
+
+        Args:
+            obj: This rank's.
+
+        Returns:
+            All ranks' objects, in rank order, the same on every rank; copies.
+
+        Raises:
+            MissingRank: If a rank does not come within ``guard_timeout``.
+            CollectiveError: If an object cannot be sent; on every rank.
+        """
+        self.barrier("all_gather_object")
+        return exchange(obj, self.collectives, self.root_device)
+
+    def gather_for_metrics(self, data: T, use_gather_object: bool = False, *, loader: ShardedLoader | None = None) -> T:
+        """Collect what data ranks have computed of the samples of a batch, each sample of the data once.
+
+        The results of a loop over a loader of ``process_dataloader``, one after the other, are those of one process
+        that draws batches of all ranks: in the order of the data, without the samples that fill the last round up.
+        Ranks that see the same data count once.
+
+        Args:
+            data: Of this rank's batch, a tensor whose first dimension is the samples, a list of one object per sample,
+                as ``all_gather_object`` takes them, or dicts, lists, tuples and dataclasses of these.
+            use_gather_object: True if it is a list of one object per sample and these hold tensors.
+            loader: The loader the batch is from; None for the one drawn from last, of those being iterated over.
+
+        Returns:
+            The structure with the samples of all data ranks, without gradients; the same on every rank.
+
+        Raises:
+            CollectiveError: If no loop over a loader is running, or ``data`` is none of these, has not as many samples
+                as the batch, or is not alike on all ranks; on every rank.
+        """
+        self.setup_environment()
+        which = "no loader of process_dataloader was" if loader is None else "the loader was not"
+        drawn = self._rounds.last(loader) or (
+            f"gather_for_metrics was called on rank {self.global_rank} while {which} iterated over, so which samples "
+            "fill the last batch up is not known; call it for each batch inside the loop, or all_gather for other data."
+        )
+        gather = SampleGather(self.collectives, self._data, self.root_device)
+        return gather.gather(data, drawn, objects=use_gather_object)  # type: ignore[no-any-return]  # as was given
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Broadcast an object of one rank to all.

@@ -11,6 +11,7 @@ import torch
 from shard_core.checkpoint.interface import CheckpointIO
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 from shard_core.collectives.interface import Collectives
+from shard_core.data import DrawnRounds
 from shard_core.errors import InvalidOption, LaunchError, MissingCapability, nearest
 from shard_core.launcher.choice import choose_launcher
 from shard_core.launcher.environment import export
@@ -61,6 +62,7 @@ class StrategyLifecycle(Engine):
                 f"checkpoint_io is {self.checkpoint_io!r}; give a CheckpointIO, or None for the default."
             )
         self._registry = Registry()
+        self._rounds = DrawnRounds()
         self._saves = AsyncSaves()
         self._placement: Placement | None = None
         self._mesh: DeviceMesh | None = None

@@ -6,13 +6,15 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from shard_core.errors import SetupError
+from shard_core.strategy.accumulation import Accumulation
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import torch
     from torch import nn
 
     from shard_core.parameters import ParameterNames
-    from shard_core.strategy.accumulation import Accumulation
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
     from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 
@@ -30,6 +32,7 @@ class SetUpModule:
         partial_state: What refuses its ``state_dict`` where that would hold parts.
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
+        unstepped: What gradients still need while there is no optimizer.
         frozen: Parameters that must stay frozen because they were at setup, by name.
         dims_changed: Whether setup has left parameters with other numbers of dims.
         deferring: Whether its backwards keep gradients on this rank just now.
@@ -44,10 +47,30 @@ class SetUpModule:
     partial_state: PartialStateDict
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
+    unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     dims_changed: bool = False
     deferring: bool = False
     gradients_deferred: bool = False
+
+    def accumulations(self) -> Iterator[tuple[Iterable[torch.Tensor], Accumulation]]:
+        """Yield parameters and what their gradients still need: each optimizer's, or else the module's."""
+        for optimizer, accumulation in self.optimizers.items():
+            yield (parameter for group in optimizer.param_groups for parameter in group["params"]), accumulation
+        if not self.optimizers:
+            yield self.module.parameters(), self.unstepped
+
+    def check_averaged(self) -> None:
+        """Check that gradients have been averaged over ranks.
+
+        Raises:
+            SetupError: If the last backward has left them on their rank.
+        """
+        if self.gradients_deferred:
+            raise SetupError(
+                "the last backward was inside no_backward_sync, so gradients have not been averaged over ranks; run "
+                "the last one before a step outside: no_backward_sync(model, enabled=not last)."
+            )
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse groups that may have been formed by dims that setup has changed.

@@ -118,7 +118,7 @@ class StrategySetup(StrategyLifecycle):
         self._require_elementwise([optimizer])
         known.check_groups(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
-        known.optimizers[optimizer] = Accumulation()
+        known.optimizers[optimizer] = Accumulation() if known.optimizers else known.unstepped
         return optimizer
 
     def process_dataloader(
@@ -153,6 +153,7 @@ class StrategySetup(StrategyLifecycle):
             transfer=self.batch_to_device,
             split_batches=split_batches,
             shard_stream=shard_stream,
+            rounds=self._rounds,
         )
 
     def batch_to_device(self, batch: T) -> T:

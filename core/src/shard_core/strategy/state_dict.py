@@ -1,4 +1,4 @@
-"""State dicts and full parameters of what is sharded over ranks."""
+"""State dicts, gradients and full parameters of what is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shard_core.checkpoint.keys import OPTIMIZER, is_slot, name_in, slot_in
 from shard_core.checkpoint.state.gather import full_tensors
 from shard_core.strategy.collectives import StrategyCollectives
 
 if TYPE_CHECKING:
-    import torch
-
     from shard_core.checkpoint.state.training_state import TrainingState
+
+#: What a gradient is called among the state of an optimizer.
+_SLOT = "gradient"
 
 
 class StrategyStateDict(StrategyCollectives):
-    """Returns the weights and the optimizer state of a run, full or this rank's shards."""
+    """Returns the weights, the gradients and the optimizer state of a run, full or this rank's shards."""
 
     def module_state_dict(self, module: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
         """Return a module's parameters and persistent buffers under the user's own names.
@@ -36,6 +39,55 @@ class StrategyStateDict(StrategyCollectives):
             return {name_in(label): view for label, view in _local_tensors(state)}
         whole = full_tensors(state, self.collectives)
         return {name_in(key): tensor for key, tensor in whole if self.is_global_zero}
+
+    def module_gradients(self, module: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
+        """Return a module's gradients as a step would take them now, under the user's own parameter names.
+
+        They are averaged over data-parallel ranks, divided by denominators, unscaled, and clipped if they were.
+        Nothing is changed by it: more micro-batches may follow. Every rank calls this, also with ``full=False``.
+
+        Args:
+            module: What setup returned.
+            full: Full tensors in host memory on rank 0 and nothing on other ranks; False for what
+                is on this rank.
+
+        Returns:
+            Copies by name, in the dtype the engine keeps gradients in, named as by ``module_state_dict``. Parameters
+            that no backward has reached are left out, and those that no optimizer steps, if the module has one.
+
+        Raises:
+            SetupError: If the last backward was inside ``no_backward_sync``.
+            InvalidOption: If the denominators of the step add up to nothing.
+        """
+        known = self._registry.of(module)
+        known.check_averaged()
+        factors: dict[torch.Tensor, float] = {}
+        owners = known.optimizers or {_Gradients(known.module.parameters(), {}): known.unstepped}
+        for optimizer, accumulation in owners.items():
+            self.engine_gradients(optimizer)  # takes in what users have done, and completes what is a pending sum
+            factor = accumulation.factor(self.collectives, self._data)
+            factors.update((parameter, factor) for group in optimizer.param_groups for parameter in group["params"])
+        # The loss may have left a parameter out on this rank alone.
+        mine = [place for place, parameter in enumerate(factors) if parameter.grad is not None]
+        reached = {place for theirs in self.collectives.gather_objects(mine) for place in theirs}
+        if not reached:
+            return {}
+        parameters = [parameter for place, parameter in enumerate(factors) if place in reached]
+        gradients = _Gradients(parameters, {})
+        gradients.take()
+        state = self.engine_state({"model": known.module}, {"gradients": gradients})
+        factor_of = {
+            name: factors[parameter]
+            for name, parameter in zip(state.optimizers()["gradients"].names, parameters, strict=True)
+        }
+        found = {}
+        for key, tensor in full_tensors(state, self.collectives, OPTIMIZER) if full else _local_tensors(state):
+            if is_slot(key):
+                name, slot = slot_in(key)
+                if self.is_global_zero or not full:
+                    found[name + slot.removeprefix(_SLOT)] = tensor * factor_of[name]
+        tied = {name_in(alias): name_in(name) for alias, name in state.aliases().items()}
+        return found | {alias: found[name] for alias, name in tied.items() if full and name in found}
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, full: bool = True) -> dict[str, Any]:
         """Return an optimizer's state by parameter name, in the layout of torch's own optimizer state dicts.
@@ -75,6 +127,15 @@ class StrategyStateDict(StrategyCollectives):
         state = self.engine_state({"model": self._registry.of(module).module}, {})
         for key, tensor in full_tensors(state, self.collectives):
             yield name_in(key), tensor
+
+
+class _Gradients(torch.optim.Optimizer):
+    """Holds gradients as optimizers hold state, laid out like parameters, for engines to describe; it never steps."""
+
+    def take(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad
+            self.state[parameter][_SLOT] = torch.zeros_like(parameter.detach()) if gradient is None else gradient
 
 
 def _local_tensors(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.capability import Capability
-from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
+from shard_core.errors import InvalidOption, NonFiniteGradient
 from shard_core.gradients import clip_norm, clip_values, total_norm
 from shard_core.options import check_names
 from shard_core.strategy.setup import StrategySetup
@@ -88,9 +88,9 @@ class StrategyStep(StrategySetup):
                 )
         scaler = self.precision.scaler
         factor = scaler.begin_backward() if scaler else 1.0
-        for optimizer, accumulation in known.optimizers.items():
+        for parameters, accumulation in known.accumulations():
             if not known.gradients_deferred:
-                accumulation.reset_if_discarded(optimizer)
+                accumulation.reset_if_discarded(parameters)
             accumulation.add(denominator, factor)
         known.gradients_deferred = known.deferring
         self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
@@ -216,11 +216,7 @@ class StrategyStep(StrategySetup):
     def _finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """Compute the final values of an optimizer's gradients; return whether all are finite."""
         known = self._registry.owner(optimizer)
-        if known.gradients_deferred:
-            raise SetupError(
-                "the last backward was inside no_backward_sync, so gradients have not been averaged over ranks; run "
-                "the last one before a step outside: no_backward_sync(model, enabled=not last)."
-            )
+        known.check_averaged()
         accumulation = known.optimizers[optimizer]
         return accumulation.finish(
             lambda: self.engine_gradients(optimizer), self.collectives, self._data, self.precision.scaler

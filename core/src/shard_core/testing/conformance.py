@@ -23,6 +23,7 @@ from shard_core.testing.suites.training.capabilities import Capabilities
 from shard_core.testing.suites.training.clipping import Clipping
 from shard_core.testing.suites.training.data import Data
 from shard_core.testing.suites.training.float16 import Float16
+from shard_core.testing.suites.training.gradients import Shown
 from shard_core.testing.suites.training.optimizers import Optimizers
 from shard_core.testing.suites.training.parity import Parity
 from shard_core.testing.suites.training.precision import Precisions
@@ -50,6 +51,7 @@ class Conformance(
     Optimizers,
     Float16,
     Precisions,
+    Shown,
     Clipping,
     Accumulation,
     Replicas,

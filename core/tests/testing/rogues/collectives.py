@@ -73,6 +73,24 @@ class BroadcastsFromZero(Rogue):
         return self.inner.broadcast(obj)
 
 
+class GathersItsOwnObject(Rogue):
+    """Hands every rank its own object for all."""
+
+    def all_gather_object(self, obj: Any) -> Any:
+        return [obj for _ in self.inner.all_gather_object(obj)]
+
+
+class CountsFillers(Rogue):
+    """Joins the batches of ranks one after the other, with what fills the last round up."""
+
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False, **more: Any) -> Any:
+        if isinstance(data, dict):
+            return {key: self.gather_for_metrics(each) for key, each in data.items()}
+        if isinstance(data, list):
+            return [each for theirs in self.inner.all_gather_object(data) for each in theirs]
+        return self.inner.all_gather(data).flatten(0, 1)
+
+
 class NeverWaits(Rogue):
     """Lets ranks pass a barrier at once."""
 

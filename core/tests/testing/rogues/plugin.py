@@ -65,7 +65,7 @@ FACTORIES = {
     **_at("replicating", "sends_nothing", "sends_parameters_only", "shows_its_own_buffers"),
     **_at("collectives", "max_is_sum", "rank_dependent", "reduces_in_place", "reduces_nothing", "gathers_backwards"),
     **_at("collectives", "drops_sync_grads", "broadcasts_from_zero", "never_waits", "unknown_is_mean"),
-    **_at("collectives", "returns_local_values"),
+    **_at("collectives", "returns_local_values", "gathers_its_own_object", "counts_fillers"),
     **_at(
         "checkpointing",
         "drops_moments",
@@ -78,7 +78,7 @@ FACTORIES = {
     **_at("checkpointing", "fills_before_refusing", "ignores_filter", "keeps_values", "whole_everywhere"),
     **_at("checkpointing", "removes_the_old", "loads_damaged", "writes_pickle", "one_size_only"),
     **_at("checkpointing", "saves_later", "hushes_failures", "skips_a_weight"),
-    **_at("state_dict", "keeps_its_first_look", "saves_its_first_save", "counts_steps_together"),
+    **_at("state_dict", "keeps_its_first_look", "saves_its_first_save", "counts_steps_together", "shows_sums"),
     **_at("launching", "last_rank_returns", "swallows_exceptions", "leaves_with_three", "stays_here"),
     **dict.fromkeys(("boasts_entry_methods", "boasts_meta_init", "boasts_unfreeze"), "rogues.lifecycle:Honest"),
     **dict.fromkeys(("silent_option", "imports_torch", "names_no_versions", "shrugs"), "rogues.lifecycle:Honest"),

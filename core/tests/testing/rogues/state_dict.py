@@ -1,4 +1,4 @@
-"""Mistakes about state at more than one moment, and of more than one parameter."""
+"""Mistakes about gradients, about state at more than one moment, and of more than one parameter."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ class KeepsItsFirstLook(Rogue):
     def optimizer_state_dict(self, optimizer: Any, full: bool = True) -> Any:
         with _first_moment_seen(self.__dict__.setdefault("looked", {}), optimizer):
             return self.inner.optimizer_state_dict(optimizer, full)
+
+
+class ShowsSums(Rogue):
+    """Shows gradients summed over ranks, and not averaged."""
+
+    def module_gradients(self, module: Any, full: bool = True) -> Any:
+        shown = self.inner.module_gradients(module, full)
+        return {name: gradient * self.inner.world_size for name, gradient in shown.items()}
 
 
 class SavesItsFirstSave(Rogue):

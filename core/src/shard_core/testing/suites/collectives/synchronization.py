@@ -1,4 +1,4 @@
-"""Ranks synchronize: they broadcast objects, wait for one another, and learn why a call cannot work."""
+"""Ranks synchronize: they broadcast and gather objects, wait for one another, and learn why a call cannot work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LATEST_SECONDS = 43.0
 
 
 class Synchronization(Suite):
-    """Ranks synchronize: they broadcast objects, wait for one another, and learn why a call cannot work."""
+    """Ranks synchronize: they broadcast and gather objects, wait for one another, and learn why a call cannot work."""
 
     @promise(every_size=False)
     def test_broadcasts_objects(self, ranks: Ranks) -> None:
@@ -40,6 +40,18 @@ class Synchronization(Suite):
             for source, received in answers.items():
                 expected = _describe(_things(source))
                 assert received == expected, f"rank {rank} got {received} from rank {source}, which sent {expected}"
+
+    @promise(every_size=False)
+    def test_gathers_objects(self, ranks: Ranks) -> None:
+        """A gather hands all ranks every rank's object, in their order; what is no plain value is refused on all.
+
+        Usual cause:
+            Only rank 0 gets the objects, they stand in the order they came in, or strangers' classes are pickled.
+        """
+        for rank, (gathered, refusal) in enumerate(ranks.run(gather_everything_else)):
+            expected = [_describe([*_plain_things(source), source]) for source in range(ranks.size)]
+            assert gathered == expected, f"rank {rank} gathered {gathered}, and ranks have {expected}"
+            assert "Fraction" in refusal, f"rank {rank}: the last rank's Fraction is not refused by name: {refusal}"
 
     @promise(every_size=False)
     def test_barrier_waits(self, ranks: Ranks) -> None:
@@ -88,6 +100,15 @@ def broadcast_everything(subject: Subject) -> dict[int, Any]:
     with subject.strategy() as strategy:
         sources = (0, strategy.world_size - 1)
         return {src: _describe(strategy.broadcast(_things(strategy.global_rank), src)) for src in sources}
+
+
+def gather_everything_else(subject: Subject) -> tuple[list[list[Any]], str]:
+    """Gather what all ranks have, and then what holds an object of another class on the last."""
+    with subject.strategy() as strategy:
+        rank = strategy.global_rank
+        gathered = [_describe(things) for things in strategy.all_gather_object([*_plain_things(rank), rank])]
+        odd = Fraction(1, 3) if rank == strategy.world_size - 1 else 0
+        return gathered, _refusal(lambda: strategy.all_gather_object({"odd": odd}))
 
 
 def meet(subject: Subject) -> list[tuple[float, float]]:
@@ -149,9 +170,12 @@ def _refusal(request: Callable[[], object]) -> str:
     return ""
 
 
+def _plain_things(rank: int) -> list[Any]:
+    return [None, {"rank": rank, "numbers": torch.full((3,), rank)}, b"", bytes([rank]) * (3 << 20)]
+
+
 def _things(rank: int) -> list[Any]:
-    a_users = Fraction(1, rank + 2)  # none of the values that messages consist of
-    return [None, {"rank": rank, "numbers": torch.full((3,), rank)}, b"", bytes([rank]) * (3 << 20), a_users]
+    return [*_plain_things(rank), Fraction(1, rank + 2)]  # none of the values that messages consist of
 
 
 def _describe(things: list[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from shard_core.testing.strategy_under_test import Ranks, Subject
@@ -27,6 +27,9 @@ _EPOCHS = 2
 
 _STREAMED = [list(range(start, min(start + _BATCH, 50))) for start in range(0, 50, _BATCH)]
 """The batches of a stream: a prime number, the last of them smaller."""
+
+_EVALUATED = (1, 5, 8, 11)
+"""Numbers of samples in evaluations."""
 
 Epochs = list[list[list[int]]]
 """The samples one rank saw, by epoch and step."""
@@ -114,6 +117,23 @@ class Data(Suite):
                     f"rank {rank}, not with {wanted}"
                 )
 
+    @pytest.mark.parametrize("split_batches", [False, True])
+    @promise(after=("samples_are_shared_out",))
+    def test_metrics_count_every_sample_once(self, ranks: Ranks, split_batches: bool) -> None:
+        """What ranks gather for metrics is every sample of the data once and in its order, however uneven its end.
+
+        So it is for tensors and lists, in an evaluation inside training, whose own batch is still known afterwards.
+
+        Usual cause:
+            What fills the last round up is counted twice, ranks' batches are joined one after the other though samples
+            were dealt out in turn, or the batch is taken for that of another loader.
+        """
+        for rank, (evaluated, trained) in enumerate(ranks.run(evaluates, split_batches)):
+            for length, gathered in evaluated.items():
+                wanted = [*range(length)], [f"{sample}" for sample in range(length)]
+                assert gathered == wanted, f"rank {rank} has gathered {gathered} of {length} samples, not {wanted}"
+            assert trained == [*range(_SAMPLES)], f"rank {rank} has gathered {trained} around an evaluation"
+
 
 def _share(batches: list[list[int]], data_rank: int, replicas: int) -> list[list[int]]:
     return batches[data_rank : len(batches) // replicas * replicas : replicas]
@@ -157,6 +177,28 @@ def saves_stream(subject: Subject, path: Path, steps: int) -> int:
             pass
         strategy.save_checkpoint(path, {"data": loader})
         return strategy.distributed_sampler_kwargs["num_replicas"]
+
+
+def evaluates(subject: Subject, split_batches: bool) -> tuple[dict[int, tuple[list[int], list[str]]], list[int]]:
+    """Gather what comes out of evaluations of different lengths, and out of the training they interrupt."""
+    with subject.strategy() as strategy:
+        batch = strategy.distributed_sampler_kwargs["num_replicas"] * 2 if split_batches else _BATCH
+
+        def share(length: int) -> Iterable[torch.Tensor]:
+            return strategy.process_dataloader(DataLoader(range(length), batch), split_batches=split_batches)
+
+        evaluated, trained = {}, []
+        for samples in share(_SAMPLES):
+            for length in () if trained else _EVALUATED:
+                numbers, texts = [], []
+                for inner in share(length):
+                    results = {"numbers": inner, "texts": [f"{sample}" for sample in inner.tolist()]}
+                    gathered = strategy.gather_for_metrics(results)
+                    numbers += gathered["numbers"].tolist()
+                    texts += gathered["texts"]
+                evaluated[length] = numbers, texts
+            trained += strategy.gather_for_metrics(samples).tolist()
+        return evaluated, trained
 
 
 def read(subject: Subject, drop_last: bool) -> tuple[int, int, int, Epochs]:
