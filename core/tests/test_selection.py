@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import collections
+import json
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -30,6 +33,7 @@ from shard_core.plugins import StrategyInfo, hookimpl
 class Config:
     size: "int" = option(1, "how large")
     stage: "int" = option(1, "how far")
+    layers: "set[type] | None" = option(None, "which")
 
 
 def info(name, **changes):
@@ -79,6 +83,7 @@ def make():
 @pytest.fixture(autouse=True)
 def _toy(site, monkeypatch):
     monkeypatch.delenv("SHARD_STRATEGY", raising=False)
+    monkeypatch.delenv("SHARD_OPTIONS", raising=False)
     names = ("toy", "toy_far", "toy_lost", "toy_absent", "toy_late")
     site.install(
         "shard-toy",
@@ -134,6 +139,71 @@ def test_name_comes_from_the_environment_unless_given(monkeypatch):
     assert arguments_of("toy")["info"].name == "toy"
 
 
+@pytest.fixture
+def outside(monkeypatch):
+    def set_variable(**options):
+        monkeypatch.setenv("SHARD_OPTIONS", json.dumps(options))
+
+    return set_variable
+
+
+def test_options_come_from_the_environment_where_the_call_leaves_them(outside):
+    outside(size=7, stage=2, precision="bf16", devices=4, timeout=90, guard_timeout=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arguments = arguments_of("toy_far", size=7, devices="auto")
+    assert {name: arguments[name] for name in ("size", "stage", "precision", "devices")} == {
+        "size": 7,
+        "stage": 2,
+        "precision": "bf16-mixed",
+        "devices": 4,
+    }
+    assert (arguments["timeout"], arguments["guard_timeout"]) == (timedelta(seconds=90), timedelta(seconds=0.5))
+
+
+def test_what_the_call_gives_wins_and_is_named(outside):
+    outside(size=7, precision="bf16-mixed", devices=4)
+    with pytest.warns(UserWarning, match="of SHARD_OPTIONS is not used") as caught:
+        arguments = arguments_of("toy", size=1, devices=2)
+    assert (arguments["size"], arguments["devices"], arguments["precision"]) == (1, 2, "bf16-mixed")
+    assert sorted(str(each.message) for each in caught) == [
+        "devices=4 of SHARD_OPTIONS is not used: the call of get_strategy gives 2.",
+        "size=7 of SHARD_OPTIONS is not used: the call of get_strategy gives 1.",
+    ]
+    assert {each.filename for each in caught} == {__file__}
+
+
+def test_classes_come_from_the_environment_by_where_they_are(outside, monkeypatch):
+    outside(layers=["collections:OrderedDict", "__main__:Block.Inner"])
+    inner = type("Inner", (), {})
+    monkeypatch.setattr(sys.modules["__main__"], "Block", type("Block", (), {"Inner": inner}), raising=False)
+    assert arguments_of("toy")["layers"] == {collections.OrderedDict, inner}
+
+
+BAD_ENVIRONMENT = {
+    "unknown": (
+        '{"siez": 1}',
+        "SHARD_OPTIONS: strategy 'toy' has no option 'siez'; did you mean 'size'? Its options are: size, stage, ",
+    ),
+    "a capability": ('{"cpu_offload": true}', "strategy 'toy' does not promise CPU_OFFLOAD"),
+    "no JSON": ("size=1", "SHARD_OPTIONS is 'size=1', which is no JSON (Expecting value: line 1 column 1 (char 0))"),
+    "no object": ("[1]", """SHARD_OPTIONS is '[1]'; it must be an object of options by name, such as {"bucket_"""),
+    "a value": ('{"devices": 0}', "devices is 0; allowed are 'auto'"),
+    "no duration": ('{"timeout": 1e300}', "timeout is 1e+300, of type float; it must be timedelta."),
+    "a word": ('{"layers": ["Block"]}', "layers is 'Block' in SHARD_OPTIONS; refer to a class or a function as 'pack"),
+    "no module": ('{"layers": ["blocks:Block"]}', "refers to 'blocks:Block', but 'blocks' cannot be imported (Mod"),
+    "no class": ('{"layers": ["json:Block"]}', "refers to 'json:Block', but there is no such name in 'json'."),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), BAD_ENVIRONMENT.values(), ids=BAD_ENVIRONMENT)
+def test_bad_input_from_the_environment_gets_a_sentence(monkeypatch, text, said):
+    monkeypatch.setenv("SHARD_OPTIONS", text)
+    with pytest.raises(ShardError) as caught:
+        get_strategy("toy")
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize(("name", "said"), [(None, "strategy: as"), ("", "strategy, not '': as"), (3, ", not 3: as")])
 def test_no_name(name, said):
     with pytest.raises(InvalidOption) as caught:
@@ -152,7 +222,9 @@ BAD_INPUT = {
     "unknown option": (
         {"siez": 1},
         InvalidOption,
-        ["strategy 'toy' has no option 'siez'; did you mean 'size'? Its options are: size, stage, accelerator, "],
+        [
+            "strategy 'toy' has no option 'siez'; did you mean 'size'? Its options are: size, stage, layers, ",
+        ],
     ),
     "misspelt common argument": ({"devises": 2}, InvalidOption, ["'devises'; did you mean 'devices'?"]),
     "unavailable": (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shard_core import plugins
 from shard_core.capability import Capability
+from shard_core.environment_options import VARIABLE, environment_options, import_references
 from shard_core.errors import InvalidOption, MissingCapability, UnsupportedFloat16, UnsupportedPrecision
-from shard_core.options import check_names
+from shard_core.options import check_names, options_of
 from shard_core.precision.interface import Precision, PrecisionPolicy
 from shard_core.precision.policies import POLICIES, resolve_name
 from shard_core.run_options import RunOptions
@@ -29,6 +31,9 @@ _VARIABLE = "SHARD_STRATEGY"
 
 #: Options that only strategies with a certain capability have, under the same name everywhere.
 _OPTIONS_OF_CAPABILITIES = {"cpu_offload": Capability.CPU_OFFLOAD}
+
+#: Options that are durations, for which JSON has numbers of seconds.
+_SECONDS = {"timeout", "guard_timeout"}
 
 
 def get_strategy(
@@ -49,6 +54,9 @@ def get_strategy(
     **options: Any,
 ) -> Strategy:
     """Find the strategy of a name, check its options, and build it; nothing is started yet.
+
+    Options that are left at their defaults are those of ``SHARD_OPTIONS``, a JSON object by their names, if it has
+    them. Durations are seconds there, and classes and functions ``"package.module:name"``, which is imported.
 
     Args:
         name: The strategy's name, as ``shard list`` shows it; else the value of ``SHARD_STRATEGY``.
@@ -94,27 +102,65 @@ precision, collectives, launcher, checkpoint_io, process_group_backend, timeout,
     finder = plugins.plugins()
     info = finder.find(_name(name))
     finder.check_available(info.name)
-    common = [field.name for field in dataclasses.fields(RunOptions)]
-    _check_capabilities(info, options)
-    check_names(f"strategy {info.name!r}", options, [*(each.name for each in info.options), *common], info.refused)
-    run = RunOptions(
-        accelerator=accelerator,
-        devices=devices,
-        parallel_devices=parallel_devices,
-        num_nodes=num_nodes,
-        cluster_environment=cluster_environment,
-        precision=_precision(info, precision),
-        collectives=collectives,
-        launcher=launcher,
-        checkpoint_io=checkpoint_io,
-        process_group_backend=process_group_backend,
-        timeout=timeout,
-        guard_timeout=guard_timeout,
-    )
+    check_options(info, options)
+    asked: dict[str, Any] = {
+        "accelerator": accelerator,
+        "devices": devices,
+        "parallel_devices": parallel_devices,
+        "num_nodes": num_nodes,
+        "cluster_environment": cluster_environment,
+        "precision": precision,
+        "collectives": collectives,
+        "launcher": launcher,
+        "checkpoint_io": checkpoint_io,
+        "process_group_backend": process_group_backend,
+        "timeout": timeout,
+        "guard_timeout": guard_timeout,
+    }
+    defaults = {option.name: option.default for option in options_of(RunOptions)}
+    given = {**{key: value for key, value in asked.items() if value != defaults[key]}, **options}
+    chosen = {**_outside(info, given), **given}
+    common = {key: chosen.pop(key, default) for key, default in defaults.items()}
+    run = RunOptions(**{**common, "precision": _precision(info, common["precision"])})
     factory = plugins.load_object(info.factory, finder.offer(info.name).distribution)
-    arguments = {field: getattr(run, field) for field in common}
-    strategy: Strategy = factory(info=info, **arguments, **{**info.presets, **options})
+    arguments = {key: getattr(run, key) for key in common}
+    strategy: Strategy = factory(info=info, **arguments, **{**info.presets, **chosen})
     return strategy
+
+
+def check_options(info: StrategyInfo, options: Mapping[str, Any], source: str = "") -> None:
+    """Refuse options that a strategy does not have, or that belong to a capability it does not promise.
+
+    Args:
+        info: The strategy's card.
+        options: The options; their values do not count.
+        source: Where they come from if not from the call, for the message.
+
+    Raises:
+        InvalidOption: If an option is unknown.
+        MissingCapability: If it belongs to a capability that is not promised.
+    """
+    _check_capabilities(info, options)
+    allowed = [each.name for each in (*info.options, *options_of(RunOptions))]
+    check_names(f"{source}strategy {info.name!r}", options, allowed, info.refused)
+
+
+def _outside(info: StrategyInfo, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of ``SHARD_OPTIONS`` that the call leaves open."""
+    outside = environment_options()
+    check_options(info, outside, f"{VARIABLE}: ")
+    for name in outside.keys() & given.keys():
+        value = outside.pop(name)
+        if value != given[name]:
+            warnings.warn(
+                f"{name}={value!r} of {VARIABLE} is not used: the call of get_strategy gives {given[name]!r}.",
+                stacklevel=3,
+            )
+    for name in outside.keys() & _SECONDS:
+        if isinstance(outside[name], int | float) and not isinstance(outside[name], bool):
+            with contextlib.suppress(ValueError, OverflowError):  # which is refused with the other values
+                outside[name] = timedelta(seconds=outside[name])
+    return import_references(outside, {each.name: each.type for each in info.options})
 
 
 def _name(name: object) -> str:

@@ -371,6 +371,11 @@ def test_a_batch_that_does_not_divide_gets_a_sentence(script):
         ("import sys; sys.exit(3)", "program.py called sys.exit(3) while it was imported, in line 1"),
         ("from shard_core import nowhere", "program.py raised ImportError"),
         ("1 / 0", 'belongs under `if __name__ == "__main__":`'),
+        ("import sys; open(sys.argv[1])", "in line 1, after it had read sys.argv, where a script that is imported has"),
+        (
+            "import argparse; p = argparse.ArgumentParser(); p.add_argument('data'); p.parse_args()",
+            "called sys.exit(2) while it was imported, in line 1, after it had read sys.argv, where",
+        ),
     ],
 )
 def test_a_script_that_cannot_be_imported_gets_a_sentence(tmp_path, line, says):

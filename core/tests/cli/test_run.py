@@ -21,7 +21,7 @@ sys.exit(5 if "fail" in sys.argv and rank == "1" else 0)
 
 
 def shard_run(*arguments, **variables):
-    environ = {name: value for name, value in os.environ.items() if name != "SHARD_STRATEGY"}
+    environ = {name: value for name, value in os.environ.items() if name not in ("SHARD_STRATEGY", "SHARD_OPTIONS")}
     return subprocess.run(
         [sys.executable, "-m", "shard_core", "run", *map(str, arguments)],
         env=environ | {"OMP_NUM_THREADS": "1"} | variables,
@@ -48,6 +48,7 @@ def test_options_before_the_script_are_ours_and_after_it_the_scripts(script):
     assert all(line.endswith("ddp ['--strategy', 'own', '--json']") for line in lines)
     assert json.loads(last) == {
         "strategy": "ddp",
+        "options": {},
         "script": str(script),
         "arguments": ["--strategy", "own", "--json"],
         "exit_code": 0,
@@ -70,6 +71,9 @@ def test_a_failing_rank_fails_the_run(script):
         (["--nproc-per-node", "2", "nowhere.py"], "there is no script 'nowhere.py'"),
         (["--nproc-per-nod=2=", "--bogus", "script.py"], "--bogus"),
         ([], "training_script"),
+        (["--option", "bucket_cap_mb", "script.py"], "'bucket_cap_mb' is no assignment; write key=value"),
+        (["--strategy", "ddp", "--option", "bucket_cap=1", "script.py"], "strategy 'ddp' has no option 'bucket_cap'; "),
+        (["--option", "plan={1, 2}", "script.py"], "ranks get options as JSON"),
     ],
 )
 def test_bad_input(arguments, sentence):
@@ -77,6 +81,36 @@ def test_bad_input(arguments, sentence):
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_options_reach_the_strategy_that_the_script_leaves_open(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from shard_core import get_strategy\n"
+        "with get_strategy(accelerator='cpu') as strategy:\n"
+        "    config = strategy.config\n"
+        "    shown = config.bucket_cap_mb, config.static_graph, config.broadcast_buffers\n"
+        "    shown += (strategy.precision.policy.name,)\n"
+        "    sys.stdout.write(f'{strategy.world_size} {shown}\\n')\n"
+    )
+    head = ["--nproc-per-node", 2, "--strategy", "ddp", "--monitor-interval", "0.1", "--json"]
+    typed = ["bucket_cap_mb=10", "static_graph=true", "broadcast_buffers=False"]
+    done = shard_run(
+        *head,
+        *(each for text in typed for each in ("--option", text)),
+        script,
+        SHARD_OPTIONS='{"precision": "bf16-mixed", "bucket_cap_mb": 5}',
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert lines == ["2 (10, True, False, 'bf16-mixed')"] * 2
+    assert json.loads(last)["options"] == {
+        "precision": "bf16-mixed",
+        "bucket_cap_mb": 10,
+        "static_graph": True,
+        "broadcast_buffers": False,
+    }
 
 
 def test_help_shows_torchruns_options_and_ours():

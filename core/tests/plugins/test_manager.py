@@ -71,6 +71,27 @@ def test_unknown_name_says_the_nearest_what_is_installed_and_what_to_install(sit
     assert message.endswith("install its backend (a package named shard-...) in one pip command with shard-core.")
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("toy2", ": it is 'toy' with the option size=2. Installed are: "),
+        ("TPU", ": it is an accelerator, so give accelerator='tpu' and a strategy that runs on it ("),
+        ("gpu", ": it is an accelerator, so give accelerator='gpu' and a strategy that runs on it ("),
+        ("lightning", ": it is a library that trains, and what it calls a strategy mostly has the same name here."),
+        ("auto", ": which one fits depends on the model, so choose by what one device can hold."),
+        ("ddp_spawn", ": it is 'ddp', of which launch() starts as many ranks as devices= says."),
+    ],
+)
+def test_names_from_elsewhere_get_what_is_meant(site, word, said):
+    install_toy(
+        site, text=TOY.replace("summary=", "known_as={'toy2': \"it is 'toy' with the option size=2\"}, summary=")
+    )
+    with pytest.raises(UnknownStrategy) as caught:
+        Plugins().find(word)
+    assert str(caught.value).startswith(f"no installed package offers a strategy {word!r}{said}")
+    assert "Installed are: " in str(caught.value)
+
+
 def test_unknown_name_that_resembles_none():
     with pytest.raises(UnknownStrategy, match=r"a strategy 'qqqq'\. Installed are: none; for another,"):
         Plugins(lambda group: []).find("qqqq")

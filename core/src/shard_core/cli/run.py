@@ -12,6 +12,10 @@ from typing import Any
 import click
 
 from shard_core import plugins
+from shard_core.environment_options import VARIABLE as _OPTIONS
+from shard_core.environment_options import environment_options
+from shard_core.selection import check_options
+from shard_core.testing.option_arguments import Assignment, values_of
 
 _VARIABLE = "SHARD_STRATEGY"
 # Where torchrun's rank 0 listens if nobody sets where.
@@ -38,10 +42,7 @@ def command(context: click.Context) -> None:
 
     chosen = _parser().parse_args(context.args)
     strategy = chosen.strategy or os.environ.get(_VARIABLE)
-    if strategy:
-        # An unknown name is refused here, once, and not by every rank.
-        plugins.find(strategy)
-        os.environ[_VARIABLE] = strategy
+    options = _pass_on(strategy, chosen.option)
     _check_script(chosen)
     exit_code = 0
     try:
@@ -56,12 +57,29 @@ def command(context: click.Context) -> None:
     if chosen.json:
         report: dict[str, Any] = {
             "strategy": strategy,
+            "options": options,
             "script": chosen.training_script,
             "arguments": chosen.training_script_args,
             "exit_code": exit_code,
         }
         click.echo(json.dumps(report))
     context.exit(exit_code)
+
+
+def _pass_on(strategy: str | None, typed: list[str]) -> dict[str, Any]:
+    """Check what was chosen here, once and not on every rank, and put it where ranks look for it."""
+    info = plugins.find(strategy) if strategy else None
+    assignments = [Assignment().convert(each, None, None) for each in typed]
+    options = {**environment_options(), **values_of(assignments, info.options if info else ())}
+    if info:
+        check_options(info, options)
+        os.environ[_VARIABLE] = info.name
+    if options:
+        try:
+            os.environ[_OPTIONS] = json.dumps(options)
+        except TypeError as error:
+            raise click.UsageError(f"ranks get options as JSON: {error}.") from error
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,6 +91,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.prog = "shard run"
     ours = parser.add_argument_group("shard")
     ours.add_argument("--strategy", metavar="NAME", help=f"The strategy of the run, passed to ranks as {_VARIABLE}.")
+    ours.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"An option of the strategy, passed to ranks in {_OPTIONS}; repeatable.",
+    )
     ours.add_argument("--json", action="store_true", help="End with one line of JSON about the run.")
     if "PET_MASTER_PORT" not in os.environ:
         parser.set_defaults(master_port=0)  # nobody has set it

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +87,40 @@ def _import(path: Path) -> Any:
         sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    # Those of the running command are not meant for the script.
+    arguments = _Arguments([str(path)])
+    commands, sys.argv = sys.argv, arguments
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {_cause(error)}"
+        read = ", after it had read sys.argv, where a script that is imported has no arguments" * arguments.were_read
         raise InvalidOption(
-            f"{path.name} {what} while it was imported{_line(error, path)}; what it does when it is run belongs under "
-            '`if __name__ == "__main__":`, and what it imports must be importable from here.'
+            f"{path.name} {what} while it was imported{_line(error, path)}{read}; what it does when it is run belongs "
+            'under `if __name__ == "__main__":`, and what it imports must be importable from here.'
         ) from error
+    finally:
+        sys.argv = commands
     return module
+
+
+class _Arguments(list[str]):
+    """The arguments of a script that has none; notes whether anybody looked for some, beyond its name."""
+
+    were_read = False
+
+    def __getitem__(self, key: Any) -> Any:
+        self.were_read = self.were_read or key != 0
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.were_read = True
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self.were_read = True
+        return super().__len__()
 
 
 def _module_name(path: Path) -> str:

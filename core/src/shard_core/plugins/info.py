@@ -33,6 +33,7 @@ class StrategyInfo:
             than core's table says.
         refused: Keywords that people know from the engine and that it does not take here, each with what to do
             instead, to follow a colon and be followed by a full stop.
+        known_as: Names that people know it by from elsewhere, each with what to write here, as in ``refused``.
     """
 
     name: str
@@ -47,3 +48,4 @@ class StrategyInfo:
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     policies: Mapping[str, PrecisionPolicy] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    known_as: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -104,7 +104,10 @@ command with shard-core.
             UnknownStrategy: If none does.
             AmbiguousStrategy: If two do.
         """
-        return _claimed_once(name, self._discover(STRATEGIES))
+        offers = self._discover(STRATEGIES)
+        if all(offer.name != name for offer in offers):
+            raise UnknownStrategy(_unknown(name, self.installed()))
+        return _claimed_once(name, offers)
 
     def check_available(self, name: str) -> None:
         """Check with the backend whether its strategy can run here.
@@ -232,20 +235,42 @@ command with shard-core.
 
 def _claimed_once(name: str, offers: Sequence[Offer]) -> Offer:
     claims = [offer for offer in offers if offer.name == name]
-    if not claims:
-        raise UnknownStrategy(_unknown(name, sorted({offer.name for offer in offers})))
     if len(claims) > 1:
         raise AmbiguousStrategy(_ambiguous("strategy", claims))
     return claims[0]
 
 
-def _unknown(name: str, installed: list[str]) -> str:
-    hint = nearest(name, installed) or "."
+def _unknown(name: str, installed: Sequence[Installed]) -> str:
+    names = sorted({each.name for each in installed})
+    known = _known_elsewhere(name.lower(), [each.info for each in installed if each.info])
+    hint = f": {known}." if known else nearest(name, names) or "."
     return (
         f"no installed package offers a strategy {name!r}{hint} "
-        f"Installed are: {', '.join(installed) or 'none'}; for another, install its backend "
+        f"Installed are: {', '.join(names) or 'none'}; for another, install its backend "
         f"(a package named shard-...) in one pip command with shard-core."
     )
+
+
+#: Words for devices, and the type of device that strategies say they run on.
+_DEVICES = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "tpu": "xla", "xla": "xla"}
+_TRAINERS = ("accelerate", "fabric", "lightning", "pytorch_lightning")
+
+
+def _known_elsewhere(word: str, infos: Sequence[StrategyInfo]) -> str | None:
+    """Return what somebody means by a word that is no strategy's name here, if that is known."""
+    for info in infos:
+        if word in info.known_as:
+            return info.known_as[word]
+    if word in _DEVICES:
+        there = [info.name for info in infos if _DEVICES[word] in info.devices]
+        which = f"of those installed {', '.join(there)}" if there else f"shard-{_DEVICES[word]} brings some"
+        which = "all that are installed do" if len(there) == len(infos) else which
+        return f"it is an accelerator, so give accelerator={word!r} and a strategy that runs on it ({which})"
+    if word in _TRAINERS:
+        return "it is a library that trains, and what it calls a strategy mostly has the same name here"
+    if word == "auto":
+        return "which one fits depends on the model, so choose by what one device can hold"
+    return None
 
 
 def _ambiguous(what: str, claims: list[Offer]) -> str:

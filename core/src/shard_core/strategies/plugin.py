@@ -19,6 +19,7 @@ SINGLE = StrategyInfo(
     devices=("cpu", "cuda"),
     options=options_of(SingleConfig),
     max_ranks=1,
+    known_as={"single_device": "it is 'single' here"},
 )
 
 DDP = StrategyInfo(
@@ -30,6 +31,14 @@ DDP = StrategyInfo(
     precisions=_PRECISIONS,
     devices=("cpu", "cuda"),
     options=options_of(DDPConfig),
+    known_as={
+        **dict.fromkeys(
+            ("ddp_spawn", "ddp_fork", "ddp_notebook"),
+            "it is 'ddp', of which launch() starts as many ranks as devices= says",
+        ),
+        "dp": "it is 'ddp', with a process for each device",
+        "ddp_find_unused_parameters_true": "it is 'ddp' with the option find_unused_parameters=True",
+    },
 )
 
 

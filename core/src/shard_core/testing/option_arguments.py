@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,7 +35,7 @@ class Assignment(click.ParamType[tuple[str, str]]):
 
 
 def values_of(assignments: Iterable[tuple[str, str]], options: Sequence[Option]) -> dict[str, Any]:
-    """Read texts as Python values, as far as they are some and the option is not a text.
+    """Read texts as JSON or Python values, as far as they are some and the option is not a text.
 
     Args:
         assignments: Keys and texts.
@@ -46,13 +47,17 @@ def values_of(assignments: Iterable[tuple[str, str]], options: Sequence[Option])
     Example:
         >>> values_of([("bucket_cap_mb", "25"), ("process_group_backend", "gloo")], [])
         {'bucket_cap_mb': 25, 'process_group_backend': 'gloo'}
+        >>> values_of([("static_graph", "true"), ("broadcast_buffers", "False")], [])
+        {'static_graph': True, 'broadcast_buffers': False}
     """
     texts = {option.name for option in options if option.type == "str"}
     return {key: text if key in texts else _value(text) for key, text in assignments}
 
 
 def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    return text

@@ -34,6 +34,21 @@ _BFLOAT16 = PrecisionPolicy(
 )
 
 
+_KNOWN_AS = {
+    "zero": "its stages are 'deepspeed_stage_1', 'deepspeed_stage_2' and 'deepspeed_stage_3'",
+    **{
+        word: f"it is 'deepspeed_stage_{stage}'"
+        for stage in (1, 2, 3)
+        for word in (f"zero{stage}", f"zero_{stage}", f"zero_stage_{stage}")
+    },
+    **dict.fromkeys(
+        ("deepspeed_stage_2_offload", "deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme"),
+        "offloading by DeepSpeed is not there yet; 'fsdp_cpu_offload' of shard-fsdp keeps parameters and optimizer "
+        "state in host memory",
+    ),
+}
+
+
 def _info(name: str, summary: str, capabilities: frozenset[Capability], **presets: int) -> StrategyInfo:
     return StrategyInfo(
         name=name,
@@ -45,6 +60,7 @@ def _info(name: str, summary: str, capabilities: frozenset[Capability], **preset
         options=options_of(DeepSpeedConfig),
         presets=presets,
         policies={_BFLOAT16.name: _BFLOAT16},
+        known_as=_KNOWN_AS if name == "deepspeed" else {},
     )
 
 

@@ -12,6 +12,16 @@ from shard_fsdp.config.refused_options import REFUSED
 _CAPABILITIES = frozenset(Capability) - {Capability.ANY_OPTIMIZER}
 
 
+_KNOWN_AS = {
+    "fsdp": dict.fromkeys(
+        ("fsdp2", "fsdp_native", "fully_shard", "fully_sharded", "ddp_fully_sharded"),
+        "it is 'fsdp' here, on torch's fully_shard",
+    ),
+    "fsdp_cpu_offload": dict.fromkeys(("fsdp_offload", "fsdp_native_full_shard_offload"), "it is 'fsdp_cpu_offload'"),
+    "hsdp": {"hybrid_shard": "it is 'hsdp' here"},
+}
+
+
 def _info(name: str, summary: str, **presets: Any) -> StrategyInfo:
     return StrategyInfo(
         name=name,
@@ -23,6 +33,7 @@ def _info(name: str, summary: str, **presets: Any) -> StrategyInfo:
         options=options_of(FSDPConfig),
         presets=presets,
         refused=REFUSED,
+        known_as=_KNOWN_AS[name],
     )
 
 

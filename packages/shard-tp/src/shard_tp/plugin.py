@@ -22,6 +22,9 @@ TP = StrategyInfo(
     precisions=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
     devices=("cpu", "cuda"),
     options=options_of(TPConfig),
+    known_as=dict.fromkeys(
+        ("model_parallel", "tensor_parallel"), "it is 'tp' here, over fully sharded data parallelism"
+    ),
 )
 
 
