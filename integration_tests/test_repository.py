@@ -32,7 +32,6 @@ ROOMS = {
 }
 #: What only one engine has, and so no room of the house is for.
 OWN_ROOMS = {
-    "shard_fsdp": {"offload", "preparation"},
     "shard_tp": {"consistency", "dropout", "plan"},
     "shard_deepspeed": {"engine_config", "zero"},
 }

@@ -52,6 +52,9 @@ when torch documents it; ``TorchFunctionMode`` sees no collectives.
 a stream. Nothing is imported for it. Checked on datasets 5.2.0. It can go when a dataset shows it in public; without
 it, users pass ``shard_stream=False``.
 
+``CustomPolicy._run_policy``: which modules a policy made of a function chooses; its neighbour ``ModuleWrapPolicy`` can
+be called. Checked on torch 2.9.0 and 2.13.0. It can go when ``CustomPolicy`` can be called too.
+
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch shows it in public.
 """
@@ -62,7 +65,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -76,6 +79,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
 __all__ = [
     "METADATA_CLASSES",
     "METADATA_LAYOUT",
@@ -85,6 +91,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "buffers_sent_count_as_changed",
+    "custom_policy_targets",
     "default_store",
     "forget_tensors",
     "has_hooks",
@@ -133,6 +140,11 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 def buffers_sent_count_as_changed() -> bool:
     """Return whether DistributedDataParallel's messages spoil what earlier forwards saved for backward."""
     return "forward_sync_buffers" not in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+
+
+def custom_policy_targets(policy: CustomPolicy, module: torch.nn.Module) -> dict[torch.nn.Module, dict[str, Any]]:
+    """Return the modules a policy chooses, with what each is to have of its own."""
+    return policy._run_policy(module, ignored_modules=set(), root_kwargs={})
 
 
 def default_store() -> dist.Store:

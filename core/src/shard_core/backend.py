@@ -21,8 +21,14 @@ from shard_core.collectives.single import SingleCollectives
 from shard_core.coordinator import Coordinator
 from shard_core.data_parallel import DDPModules
 from shard_core.fully_shard.entry_methods import EntryMethods
+from shard_core.fully_shard.ignored import ignored_parameters
+from shard_core.fully_shard.offload import offload_policy
+from shard_core.fully_shard.policy import chosen_by
+from shard_core.fully_shard.precision import precision_of, wire_policy
+from shard_core.fully_shard.prefetch import set_prefetching
 from shard_core.fully_shard.sharder import FullySharder
 from shard_core.fully_shard.units import Unit, find_blocks, find_units, groups_that_part, unit_sizes, with_chosen
+from shard_core.fully_shard.wrapping import ManualUnits
 from shard_core.gradients import (
     LocalGradient,
     all_finite,
@@ -47,6 +53,7 @@ from shard_core.precision.mixed import MixedPrecision
 from shard_core.precision.policies import POLICIES
 from shard_core.precision.scaler import GradientScaler
 from shard_core.precision.true import TruePrecision
+from shard_core.preparation.activation_checkpointing import recompute
 from shard_core.replicas import AveragedGradients, send_values
 from shard_core.strategies.ddp import DDPStrategy
 from shard_core.strategies.single import SingleStrategy
@@ -71,6 +78,7 @@ __all__ = [
     "KeySpace",
     "Launcher",
     "LocalGradient",
+    "ManualUnits",
     "Materializer",
     "MixedPrecision",
     "NamedState",
@@ -96,6 +104,7 @@ __all__ = [
     "all_finite",
     "carrying_device",
     "check_module",
+    "chosen_by",
     "clip_norm",
     "clip_values",
     "convert_input",
@@ -105,6 +114,7 @@ __all__ = [
     "find_blocks",
     "find_units",
     "groups_that_part",
+    "ignored_parameters",
     "initialise",
     "is_recorded",
     "laid_out_like",
@@ -112,14 +122,19 @@ __all__ = [
     "local_part",
     "local_step",
     "needs_values",
+    "offload_policy",
     "plain_name",
+    "precision_of",
+    "recompute",
     "record",
     "scale",
     "send_values",
+    "set_prefetching",
     "shards_of_range",
     "total_norm",
     "translate_torch_errors",
     "unit_sizes",
+    "wire_policy",
     "with_chosen",
     "without_inference_mode",
 ]

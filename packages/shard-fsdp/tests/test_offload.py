@@ -9,8 +9,8 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shard_core import get_strategy
+from shard_core.backend import offload_policy
 from shard_core.testing import models, oracle, set_up, train_under
-from shard_fsdp.offload import offload_policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

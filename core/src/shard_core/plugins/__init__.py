@@ -17,6 +17,7 @@ from shard_core.plugins.hooks import hookimpl
 from shard_core.plugins.info import StrategyInfo
 from shard_core.plugins.manager import Installed, Plugins
 from shard_core.plugins.references import load_object
+from shard_core.plugins.shared_config import PreparationOptions, checks
 from shard_core.plugins.signatures import check_signature
 from shard_core.precision.interface import PrecisionPolicy
 
@@ -32,9 +33,11 @@ __all__ = [
     "Option",
     "Plugins",
     "PrecisionPolicy",
+    "PreparationOptions",
     "StrategyInfo",
     "arranged",
     "check_signature",
+    "checks",
     "find",
     "find_precision",
     "hookimpl",

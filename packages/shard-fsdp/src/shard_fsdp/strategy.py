@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Any
 from shard_core import Strategy
 from shard_core.backend import (
     FullySharder,
+    ManualUnits,
     TensorState,
     TorchEngine,
     Unit,
+    chosen_by,
     find_blocks,
     find_units,
+    ignored_parameters,
+    offload_policy,
+    precision_of,
+    recompute,
+    set_prefetching,
+    wire_policy,
     with_chosen,
 )
 from shard_fsdp.config import FSDPConfig
-from shard_fsdp.offload import offload_policy
 from shard_fsdp.plugin import FSDP
-from shard_fsdp.precision import precision_of, wire_policy
-from shard_fsdp.preparation.activation_checkpointing import recompute
-from shard_fsdp.preparation.ignored import ignored_parameters
-from shard_fsdp.preparation.policy import chosen_by
-from shard_fsdp.preparation.prefetch import set_prefetching
-from shard_fsdp.preparation.wrapping import ManualUnits
 from shard_fsdp.tuning import worth_trying
 
 if TYPE_CHECKING:

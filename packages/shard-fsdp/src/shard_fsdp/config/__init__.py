@@ -6,10 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from shard_core import InvalidOption
-from shard_core.plugins import nearest, option
-from shard_fsdp.config import checks
+from shard_core.plugins import PreparationOptions, checks, nearest, option
 from shard_fsdp.config.layout import LayoutOptions
-from shard_fsdp.config.preparation import PreparationOptions
 from shard_fsdp.config.refused_options import ALWAYS
 
 if TYPE_CHECKING:
@@ -47,15 +45,8 @@ class FSDPConfig(PreparationOptions, LayoutOptions):
         """Check types and values, and convert torch's objects to our values where these mean the same."""
         LayoutOptions.__post_init__(self)
         PreparationOptions.__post_init__(self)
-        # Who gives an object of torch's has imported it.
-        if self.cpu_offload is not None and not isinstance(self.cpu_offload, bool):
-            from shard_fsdp.offload import checked_offload
-
-            object.__setattr__(self, "cpu_offload", checked_offload(self.cpu_offload))
-        if self.mixed_precision is not None:
-            from shard_fsdp.precision import check_mixed_precision
-
-            check_mixed_precision(self.mixed_precision)
+        object.__setattr__(self, "cpu_offload", checks.offload(self.cpu_offload))
+        checks.mixed_precision(self.mixed_precision)
         object.__setattr__(self, "state_dict_type", checks.checkpoint_form(self.state_dict_type))
         if self.defer_sync not in _DEFERRABLE:
             hint = nearest(str(self.defer_sync), _DEFERRABLE) or ";"

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from shard_core import InvalidOption
-from shard_core.backend import plain_name
-from shard_core.plugins import nearest
-from shard_fsdp.preparation.submodules import of_classes
+from shard_core.parameters import plain_name
+from shard_core.errors import InvalidOption, nearest
+from shard_core.preparation.submodules import of_classes
 
 T = TypeVar("T")
 

@@ -10,12 +10,13 @@ import torch
 from torch.distributed.fsdp import MixedPrecision as WrapperPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shard_core import InvalidOption
-from shard_core.backend import MixedPrecision, TruePrecision, dtype_named
+from shard_core.errors import InvalidOption
+from shard_core.precision.dtypes import dtype_named
+from shard_core.precision.mixed import MixedPrecision
+from shard_core.precision.true import TruePrecision
 
 if TYPE_CHECKING:
-    from shard_core import PrecisionPolicy
-    from shard_core.backend import Precision
+    from shard_core.precision.interface import Precision, PrecisionPolicy
 
 _UNSAID: Final = "32-true"
 """The precision a run has if nobody says anything, which mixed_precision may replace."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import checkpoint
 
-from shard_fsdp.preparation.submodules import has_forward, of_classes
+from shard_core.preparation.submodules import has_forward, of_classes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
-from shard_core import InvalidOption
+from shard_core.errors import InvalidOption
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from shard_core import InvalidOption
-from shard_core.plugins import nearest
+from shard_core.errors import InvalidOption, nearest
 
 
 def has_forward(kind: type[nn.Module]) -> bool:

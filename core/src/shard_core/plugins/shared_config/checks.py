@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shard_core import InvalidOption
-from shard_core.plugins import check_signature, nearest
+from shard_core.errors import InvalidOption, nearest
+from shard_core.plugins.signatures import check_signature
 
 _PREFETCHES = ("backward_pre", "backward_post", "none")
 _FORMS = ("sharded", "full")
@@ -115,6 +115,41 @@ def backward_prefetch(value: Any) -> str | int | None:
             "'backward_post', None, torch's BackwardPrefetch, or a number of units from 1 up."
         )
     return None if name.lower() == "none" else name.lower()
+
+
+def offload(value: Any) -> Any:
+    """Normalize where shards live between uses.
+
+    Args:
+        value: What the user gave.
+
+    Returns:
+        None, whether to offload, or torch's policy for it.
+
+    Raises:
+        InvalidOption: If it is none of torch's own objects.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    # Who gives an object of torch's has imported it.
+    from shard_core.fully_shard.offload import checked_offload
+
+    return checked_offload(value)
+
+
+def mixed_precision(value: Any) -> None:
+    """Check the dtypes in which shards travel.
+
+    Args:
+        value: What the user gave.
+
+    Raises:
+        InvalidOption: If it has the wrong type, or asks for what ``fully_shard`` does not do.
+    """
+    if value is not None:
+        from shard_core.fully_shard.precision import check_mixed_precision
+
+        check_mixed_precision(value)
 
 
 def _are_classes(name: str, value: Any) -> bool:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp.wrap import enable_wrap
 
-from shard_core import InvalidOption
-from shard_fsdp.preparation.submodules import has_forward
+from shard_core.errors import InvalidOption
+from shard_core.preparation.submodules import has_forward
 
 if TYPE_CHECKING:
     from torch import nn

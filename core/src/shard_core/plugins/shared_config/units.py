@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from shard_core import InvalidOption
-from shard_core.plugins import option
-from shard_fsdp.config import checks
+from shard_core.errors import InvalidOption
+from shard_core.options import option
+from shard_core.plugins.shared_config import checks
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_core.backend import Unit
+    from shard_core.fully_shard.units import Unit
 
 
 def set_prefetching(module: nn.Module, units: Sequence[Unit], *, backward: int | None, forward: int) -> None:
