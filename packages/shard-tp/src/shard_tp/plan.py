@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 from shard_core import InvalidOption, SetupError
 from shard_core.backend import ParameterNames, plain_name
 from shard_core.plugins import nearest
+from shard_tp.adapters import parts_of
 from shard_tp.dropout import draw_apart
 
 if TYPE_CHECKING:
@@ -95,8 +96,7 @@ def own_plan(module: nn.Module, ranks: int) -> dict[str, str]:
     if brought:
         _check_known(module, brought)
         _check_heads(config, ranks)
-        prefix = getattr(module, "base_model_prefix", "")
-        inside = f"{prefix}." if prefix and hasattr(module, prefix) else ""
+        inside = _prefix(module, next(iter(brought)))
         return {f"{inside}{pattern}": style for pattern, style in brought.items()}
     layers = [name for name, part in module.named_modules() if isinstance(part, _TORCH_LAYERS)]
     found = {
@@ -207,8 +207,17 @@ def _chosen(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
         if not matched:
             raise InvalidOption(f"plan names {pattern!r}, which no submodule matches{nearest(pattern, names)}.")
         for name in matched:
-            chosen.setdefault(name, _style(asked, module.get_submodule(name)))
+            part = module.get_submodule(name)
+            for split, style in parts_of(name, part, _style(asked, part)).items():
+                chosen.setdefault(split, style)
     return chosen
+
+
+def _prefix(module: nn.Module, pattern: str) -> str:
+    """Return what stands before a plan's names in a module, which others may have wrapped."""
+    wanted = re.compile(r"((?:.+\.)?)" + re.escape(pattern).replace(r"\*", r"[^.]+"))
+    matches = (wanted.fullmatch(plain_name(name)) for name, _ in module.named_modules())
+    return min((match[1] for match in matches if match), key=len, default="")
 
 
 def _style(asked: str | ParallelStyle, module: nn.Module) -> Style:
