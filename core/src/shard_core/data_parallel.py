@@ -1,4 +1,4 @@
-"""Modules under torch's DistributedDataParallel, with gradients that are averaged whatever the order of losses."""
+"""Modules under torch's DistributedDataParallel, with gradients that are averaged whatever a loss came through."""
 
 from __future__ import annotations
 
@@ -6,55 +6,32 @@ import contextlib
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shard_core._versions import buffers_sent_count_as_changed
-from shard_core.errors import MissingCapability, SetupError
+from shard_core.data.transfer import move
+from shard_core.errors import SetupError
 from shard_core.parameters import plain_name
 from shard_core.replicas import send_values
+from shard_core.structures import is_nested
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
-
-
-@dataclasses.dataclass
-class _Passes:
-    """The forwards and backwards of one wrapper, which gets ready in each forward to send gradients in one backward.
-
-    Attributes:
-        forwards: How many forwards may still have a backward.
-        sends: Whether the wrapper sends gradients in the next backward.
-        reached: Whether the backward at hand has come to its parameters.
-    """
-
-    forwards: int = 0
-    sends: bool = False
-    reached: bool = False
-
-    def note_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
-        """Count a forward, as the wrapper's forward hook."""
-        del args, output
-        if torch.is_grad_enabled():
-            self.forwards += 1
-            self.sends |= module.require_backward_grad_sync
-
-    def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Record that the backward has reached a parameter, as its hook."""
-        del parameter
-        self.reached = True
 
 
 class DDPModules:
     """The modules of one strategy under ``DistributedDataParallel``, and the backwards through them.
 
-    A wrapper of torch's gets ready in each forward to average the gradients of one backward. What it leaves is
-    averaged here, after the backward: gradients of a second backward after one forward, and those of a loss through
-    several modules. A module without gradients stays as it is.
+    Torch's wrapper gets ready in a forward to average one backward, through which every parameter must be reached.
+    Here it gets ready at the beginning of each backward that it can average, and what it cannot is averaged after
+    the backward: gradients of a loss that came from methods other than forward, of parameters that were frozen at
+    setup, and of all, as long as one that was to be trained then is frozen.
 
     Made on the rank it serves, one for each strategy; its members are for those of an engine that have their names.
 
@@ -68,39 +45,29 @@ class DDPModules:
         self._device = device
         self._broadcast_buffers = broadcast_buffers
         self._arguments = arguments
-        self._passes: weakref.WeakKeyDictionary[DistributedDataParallel, _Passes] = weakref.WeakKeyDictionary()
-        self._trained: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, torch.nn.Parameter]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._hooks: list[RemovableHandle] = []
+        self._replicas: weakref.WeakKeyDictionary[nn.Module, _Replica] = weakref.WeakKeyDictionary()
 
-    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+    def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap a module, and send rank 0's values to all ranks.
 
         Args:
             module: On its device, with the same parameters on every rank.
 
         Returns:
-            The ``DistributedDataParallel`` around it; the module itself if nothing in it is to be trained.
+            The ``DistributedDataParallel`` around it; the module itself if nothing in it is to be trained yet.
         """
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            # DistributedDataParallel refuses a module without gradients; there is nothing to average.
+        wrapped = module
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            wrapped = DistributedDataParallel(
+                module,
+                device_ids=[self._device] if self._device.type == "cuda" else None,
+                **self._arguments | _no_buffers(),
+            )
+            send_buffers(module)
+        else:
             send_values(module)
-            return module
-        wrapped = DistributedDataParallel(
-            module,
-            device_ids=[self._device] if self._device.type == "cuda" else None,
-            **self._arguments | _sending_buffers(self._broadcast_buffers),
-        )
-        trained = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-        self._trained[wrapped] = trained
-        self._passes[wrapped] = passes = _Passes()
-        wrapped.register_forward_hook(passes.note_forward)
-        # Where every loss reaches every parameter, a hook on one of them is enough.
-        for parameter in list(trained.values())[: None if self._may_leave_out else 1]:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(passes.note_gradient))
-        if self._broadcast_buffers and buffers_sent_count_as_changed():
-            send_values(module)
+        self._replicas[wrapped] = _Replica(module, wrapped, self._device, may_leave_out=self._may_leave_out)
+        if self._broadcast_buffers:
             wrapped.register_forward_pre_hook(_send_buffers)
         return wrapped
 
@@ -108,8 +75,8 @@ class DDPModules:
     def _may_leave_out(self) -> bool:
         return bool(self._arguments.get("find_unused_parameters") or self._arguments.get("static_graph"))
 
-    def backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
-        """Run autograd, and average what the wrappers do not send; every rank calls it.
+    def backward(self, loss: torch.Tensor, module: nn.Module, **kwargs: Any) -> None:
+        """Run autograd, and average the gradients of every module the loss came through; every rank calls it.
 
         Args:
             loss: A scalar, or another tensor with its ``gradient`` among ``kwargs``.
@@ -119,66 +86,254 @@ class DDPModules:
         Raises:
             SetupError: If the loss has left out parameters that the wrapper waits for.
         """
-        if isinstance(module, DistributedDataParallel):
-            passes = self._passes[module]
-            if not passes.forwards:
-                raise MissingCapability(
-                    "DistributedDataParallel does not promise ENTRY_METHODS: this loss did not come through the module "
-                    "that setup returned, whose every forward has had its backward; call that module, not a method of "
-                    "unwrap(module), or give the earlier backward retain_graph=True if both losses are of one forward."
-                )
-            passes.forwards -= not kwargs.get("retain_graph")
+        for replica in self._replicas.values():
+            replica.reached.clear()
+        replicas = list(self._replicas.values())
+        ready = _passed(loss, [replica for replica in replicas if replica.sends])
+        for replica in ready:
+            loss = replica.get_ready(loss)
         loss.backward(**kwargs)
-        # The loss may have come through several modules.
-        for wrapped, passes in self._passes.items():
-            if not passes.reached and wrapped is not module:
-                continue
-            sent, passes.sends, passes.reached = passes.sends, False, False
-            if not wrapped.require_backward_grad_sync:
-                continue
-            if sent:
-                self._refuse_unreached(wrapped)
-            else:
-                _average(list(self._trained[wrapped].values()))
+        for replica in replicas:
+            if replica in ready:
+                replica.finish()
+            # Other ranks' losses may have reached what this one's has not.
+            elif replica.reached or replica is self._replicas.get(module):
+                replica.average()
 
-    def no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients add up on this rank; the first backward after it averages their sum.
 
         Args:
             module: What ``wrap`` returned.
         """
-        return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+        return self._replicas[module].no_sync()
 
     def teardown(self) -> None:
         """Remove the hooks from parameters: another strategy would take them for the user's."""
+        for replica in self._replicas.values():
+            replica.remove_hooks()
+
+
+class _Replica:
+    """One module, its wrapper, and how far the backward at hand has come.
+
+    Attributes:
+        parameters: All that may ever have a gradient.
+        reached: Those the backward at hand has come to.
+        mark: What the graph of a forward's outputs is marked with.
+    """
+
+    def __init__(self, module: nn.Module, wrapped: nn.Module, device: torch.device, *, may_leave_out: bool) -> None:
+        named = {plain_name(name): p for name, p in module.named_parameters() if _differentiable(p)}
+        self.parameters = list(named.values())
+        self.trained = {name: p for name, p in named.items() if p.requires_grad}
+        self.reached: set[torch.Tensor] = set()
+        self.mark = object()
+        self._others = [p for p in self.parameters if not p.requires_grad]
+        self._may_leave_out = may_leave_out
+        self._deferred = False
+        # The parameters that the first backward has reached, where all others must reach the same.
+        self._graph: frozenset[torch.Tensor] | None = None
+        self._wrapper = weakref.ref(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
+        self._forwards: list[bool] = []
+        self._hooks: list[RemovableHandle] = [_on_gradient(each, self.reached.add) for each in self.parameters]
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.register_forward_pre_hook(self._begin_forward)
+            wrapped.register_forward_hook(self._end_forward, always_call=True)
+            if wrapped.static_graph:
+                # The wrapper's own forward has the first backward averaged, whatever that comes through.
+                wrapped.forward = _forward_of(module, device)  # type: ignore[method-assign]
+
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The wrapper; None if nothing was to be trained at setup."""
+        return self._wrapper() if self._wrapper is not None else None
+
+    @property
+    def _static(self) -> bool:
+        return self.wrapper is not None and bool(self.wrapper.static_graph)
+
+    @property
+    def synced(self) -> bool:
+        """Whether the gradients of a backward are averaged now."""
+        return not self._deferred if self.wrapper is None else bool(self.wrapper.require_backward_grad_sync)
+
+    @property
+    def sends(self) -> bool:
+        """Whether the wrapper shall average the gradients of the coming backward.
+
+        It waits for all that were trained at setup. If the graph is static it learns from the very first backward, or
+        never: that one is averaged even if it is deferred.
+        """
+        wrapper = self.wrapper
+        if wrapper is None or not all(each.requires_grad for each in self.trained.values()):
+            return False
+        if not wrapper.static_graph:
+            return bool(wrapper.require_backward_grad_sync)
+        return self._graph is None or (wrapper.require_backward_grad_sync and bool(self._graph))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients on this rank within."""
+        if self.wrapper is not None:
+            with self.wrapper.no_sync():
+                yield
+            return
+        before, self._deferred = self._deferred, True
+        try:
+            yield
+        finally:
+            self._deferred = before
+
+    def get_ready(self, loss: torch.Tensor) -> torch.Tensor:
+        """Have the wrapper average the gradients of a loss while its backward runs; return what to go backward from."""
+        wrapper = self.wrapper
+        assert wrapper is not None
+        # It gets ready at the end of a forward, and looks for unused parameters in the graph of what that returns.
+        module, wrapper.module = wrapper.module, _Identity()
+        synced, wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, True
+        try:
+            ready: torch.Tensor = DistributedDataParallel.forward(wrapper, loss)
+            return ready
+        finally:
+            wrapper.module = module
+            wrapper.require_backward_grad_sync = synced
+
+    def finish(self) -> None:
+        """Average what the wrapper has not.
+
+        Raises:
+            SetupError: If gradients that it waits for stay away.
+        """
+        unreached = {name: p for name, p in self.trained.items() if p not in self.reached}
+        if self._static:
+            reached = self.reached.intersection(self.trained.values())
+            self._graph = self._graph or frozenset(reached)
+            if self._graph != reached:
+                raise SetupError(
+                    "static_graph=True promises that every step uses the same parameters, and this loss reached "
+                    f"{len(reached)} of them where the first one reached {len(self._graph)}; leave it out."
+                )
+        if unreached and not self._may_leave_out:
+            absent = [name for name, parameter in unreached.items() if parameter.grad is None]
+            if absent:
+                raise SetupError(
+                    "DistributedDataParallel averages only gradients of a loss that reaches every trained parameter, "
+                    f"and this one did not reach {len(absent)} of them, first {absent[0]!r}; freeze those with "
+                    "requires_grad_(False), add up losses of one forward that reach different ones, or pass "
+                    "find_unused_parameters=True if other steps use them."
+                )
+            # Gradients of earlier backwards are waited for too: these add nothing to them.
+            torch.autograd.backward(list(unreached.values()), [torch.zeros_like(p) for p in unreached.values()])
+        if any(each.requires_grad or each.grad is not None for each in self._others):
+            _average(self._others)
+
+    def average(self) -> None:
+        """Average all, after a backward that the wrapper was not ready for."""
+        if self._static and self._graph is None:
+            self._graph = frozenset()
+        if self.synced:
+            _average(self.parameters)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from parameters."""
         for hook in self._hooks:
             hook.remove()
 
-    def _refuse_unreached(self, wrapped: DistributedDataParallel) -> None:
-        """Refuse a step with gradients that stayed on their rank: a bucket waits for all of its parameters."""
-        if self._may_leave_out:
-            return
-        unreached = [name for name, parameter in self._trained[wrapped].items() if parameter.grad is None]
-        if unreached:
-            raise SetupError(
-                "DistributedDataParallel can only average gradients of a loss that reaches every trained parameter; "
-                f"this one did not reach {len(unreached)} of them, first {unreached[0]!r}; freeze those with "
-                "requires_grad_(False) before setup, add up losses of one forward that reach different ones, or pass "
-                "find_unused_parameters=True if other steps use them."
-            )
+    def _begin_forward(self, module: DistributedDataParallel, args: Any) -> None:
+        del args
+        self._forwards.append(module.require_backward_grad_sync)
+        module.require_backward_grad_sync = False  # it gets ready when a backward begins
+
+    def _end_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
+        del args
+        # A hook before ours may have raised. What ran where gradients are deferred need not reach all of them.
+        synced = self._forwards.pop() if self._forwards else module.require_backward_grad_sync
+        module.require_backward_grad_sync = synced
+        for tensor in _tensors(output) if synced or self._static else ():
+            if tensor.grad_fn is not None:
+                _metadata(tensor.grad_fn)[self.mark] = True
 
 
-def _sending_buffers(wanted: bool) -> dict[str, bool]:
-    """Return whether buffers are to be sent before each forward as this torch's DistributedDataParallel names it."""
-    if buffers_sent_count_as_changed():
-        wanted = False  # they are sent by a hook of ours
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-        return {"forward_sync_buffers": wanted}
-    return {"broadcast_buffers": wanted}
+class _Identity(nn.Module):
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+
+def _passed(loss: torch.Tensor, replicas: Sequence[_Replica]) -> list[_Replica]:
+    """List those through whose forwards a loss came, or all of whose parameters it reaches in another way.
+
+    The search ends with the last of them: at once where the only module's forward has returned the loss.
+    """
+    missing = {replica.mark: replica for replica in replicas}
+    seen: dict[Node | None, None] = {loss.grad_fn: None}
+    leaves: set[torch.Tensor] = set()
+    nodes = list(seen)
+    for node in nodes:  # grows while it is gone through, so that what is near comes first
+        if not missing:
+            break
+        if node is None:
+            continue
+        for mark in [mark for mark in missing if mark in _metadata(node)]:
+            del missing[mark]
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        for other, _ in node.next_functions:
+            if other not in seen:
+                seen[other] = None
+                nodes.append(other)
+    return [each for each in replicas if each.mark not in missing or leaves.issuperset(each.trained.values())]
+
+
+def _metadata(node: Node) -> dict[object, Any]:
+    """Return the dict that users may hang on a node of a graph."""
+    return cast("dict[object, Any]", node.metadata)  # torch's stubs take the property for a method
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors in a nested structure."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif is_nested(data):
+        if dataclasses.is_dataclass(data):
+            data = vars(data)
+        for each in data.values() if isinstance(data, Mapping) else data:
+            yield from _tensors(each)
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _on_gradient(parameter: nn.Parameter, hook: Any) -> RemovableHandle:
+    """Register a hook on a parameter's gradient, be it trained or not."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trained)
+    return handle
+
+
+def _forward_of(module: nn.Module, device: torch.device) -> Any:
+    def forward(*inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = move((inputs, kwargs), device) if device.type == "cuda" else (inputs, kwargs)
+        return module(*inputs, **kwargs)
+
+    return forward
+
+
+def _no_buffers() -> dict[str, bool]:
+    """Return the keyword that keeps DistributedDataParallel from sending buffers, as this torch names it.
+
+    In some versions they would count as changed in place, so that no backward could follow two forwards; in all it
+    would send none after a forward that it did not get ready in.
+    """
+    newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if newer else "broadcast_buffers": False}
 
 
 @torch.no_grad()
-def _average(parameters: Sequence[torch.nn.Parameter]) -> None:
+def _average(parameters: Sequence[nn.Parameter]) -> None:
     """Average gradients over ranks; what was averaged before stays, so sums over backwards come out right."""
     reached = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
     reached = reached.to(parameters[0].device)
@@ -193,8 +348,24 @@ def _average(parameters: Sequence[torch.nn.Parameter]) -> None:
         message.wait()
 
 
-def _send_buffers(module: torch.nn.Module, args: Any) -> None:
-    """Broadcast rank 0's buffers, unnoticed by backwards of earlier forwards, which may still read them."""
+def _send_buffers(module: nn.Module, args: Any) -> None:
     del args
+    send_buffers(module)
+
+
+@torch.no_grad()
+def send_buffers(module: nn.Module) -> None:
+    """Broadcast rank 0's buffers, unnoticed by backwards of earlier forwards, which may still read them.
+
+    Args:
+        module: The same on every rank but for values.
+    """
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in module.buffers():
-        dist.broadcast(buffer.data, src=0)
+        alike.setdefault(buffer.dtype, []).append(buffer.data)
+    for buffers in alike.values():
+        message = torch.cat([each.reshape(-1) for each in buffers])
+        dist.broadcast(message, src=0)
+        parts: Iterable[torch.Tensor] = message.split([each.numel() for each in buffers])
+        for each, part in zip(buffers, parts, strict=True):
+            each.copy_(part.view_as(each))

@@ -40,6 +40,7 @@ class Fault:
 ROGUES = {
     # what it says about itself
     "imports_torch": Fault("metadata_is_pure", ("plugin",)),
+    "takes_what_comes": Fault("capabilities_are_listed", ("plugin",)),
     "silent_option": Fault("options_are_documented", ("plugin",)),
     "names_no_versions": Fault("version_range_is_declared", ("plugin",)),
     "shrugs": Fault("unavailable_has_a_sentence", ("plugin",)),
@@ -69,7 +70,7 @@ ROGUES = {
     "levels_groups": Fault("param_groups_keep_their_settings", _BUILDING),
     "breaks_ties": Fault("ties_stay_tied", _BUILDING),
     "thaws": Fault("frozen_parameters_stay_frozen", _BUILDING),
-    "boasts_unfreeze": Fault("unfrozen_parameters_train", _BUILDING),
+    "trains_the_unfrozen_alone": Fault("unfrozen_parameters_train", _BUILDING),
     "forgets_buffers": Fault("buffers_are_right", _BUILDING),
     "resets_learning_rate": Fault("schedulers_count_steps_once", _BUILDING),
     # what ranks have copies of
@@ -80,7 +81,7 @@ ROGUES = {
     "one_optimizer_steps": Fault("two_optimizers", _ABLE),
     "closure_once": Fault("closure_is_evaluated_again", _ABLE),
     "refuses_by_name": Fault("any_optimizer_steps", _ABLE),
-    "boasts_entry_methods": Fault("entry_methods_run", _ABLE),
+    "averages_forwards_alone": Fault("entry_methods_run", _ABLE),
     "boasts_meta_init": Fault("no_rank_builds_all", _ABLE),
     # which dtype where
     "mixes_instead": Fault("precision_has_its_dtypes", _CASTING),
@@ -143,10 +144,10 @@ ROGUES = {
 
 #: Judged in every run, one by each suite; the others wait for the long run, since each costs seconds.
 _ALWAYS = (
-    *("imports_torch", "starts_at_once", "swallows_exceptions"),
+    *("imports_torch", "takes_what_comes", "starts_at_once", "swallows_exceptions"),
     *("summed", "rescaled", "local_norm", "fills_missing_gradients", "sends_nothing", "drops_the_optimizer"),
     "shows_sums",
-    *("one_optimizer_steps", "boasts_entry_methods", "mixes_instead", "steps_on_overflow"),
+    *("one_optimizer_steps", "averages_forwards_alone", "mixes_instead", "steps_on_overflow"),
     *("masks_alike", "unshared_streams", "returns_local_values", "never_waits"),
     *("drops_moments", "rounds_a_tensor", "one_size_only", "never_strict", "skips_a_weight"),
     *("counts_steps_together", "loads_damaged", "saves_later"),

@@ -7,14 +7,32 @@ from shard_core.options import options_of
 from shard_core.plugins import StrategyInfo, hookimpl
 from shard_core.strategies.config import DDPConfig, SingleConfig
 
-_UNSHARDED = frozenset(Capability) - {Capability.META_INIT, Capability.CPU_OFFLOAD}
+#: Both keep whole parameters in torch's own tensors, so they lack only what shards memory out.
+_WHOLE_PARAMETERS = frozenset(
+    {
+        Capability.MULTIPLE_OPTIMIZERS,
+        Capability.CLIP_VALUE,
+        Capability.CLIP_ANY_NORM,
+        Capability.DEFER_SYNC,
+        Capability.FP16,
+        Capability.INFERENCE,
+        Capability.CLOSURE,
+        Capability.COMPILE,
+        Capability.SYNC_GRADS,
+        Capability.DENOMINATOR,
+        Capability.ANY_OPTIMIZER,
+        Capability.ENTRY_METHODS,
+        Capability.SEVERAL_MODULES,
+        Capability.UNFREEZE,
+    }
+)
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 SINGLE = StrategyInfo(
     name="single",
     summary="one process on one device: plain PyTorch, the reference for all others",
     factory="shard_core.strategies.single:SingleStrategy",
-    capabilities=_UNSHARDED,
+    capabilities=_WHOLE_PARAMETERS,
     precisions=_PRECISIONS,
     devices=("cpu", "cuda"),
     options=options_of(SingleConfig),
@@ -26,8 +44,7 @@ DDP = StrategyInfo(
     name="ddp",
     summary="a whole copy of the model on every rank, gradients averaged while backward runs",
     factory="shard_core.strategies.ddp:DDPStrategy",
-    # DistributedDataParallel averages gradients of what ran through its forward, and was to be trained at setup.
-    capabilities=_UNSHARDED - {Capability.ENTRY_METHODS, Capability.UNFREEZE},
+    capabilities=_WHOLE_PARAMETERS,
     precisions=_PRECISIONS,
     devices=("cpu", "cuda"),
     options=options_of(DDPConfig),

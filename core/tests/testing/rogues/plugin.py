@@ -16,9 +16,8 @@ _METADATA: dict[str, dict[str, Any]] = {
     # ddp refuses parameters without a gradient unless it is asked to look for them.
     "fills_missing_gradients": {"presets": {"find_unused_parameters": True}},
     "counts_steps_together": {"presets": {"find_unused_parameters": True}},
-    "boasts_entry_methods": {"capabilities": DDP.capabilities | {Capability.ENTRY_METHODS}},
     "boasts_meta_init": {"capabilities": DDP.capabilities | {Capability.META_INIT}},
-    "boasts_unfreeze": {"capabilities": DDP.capabilities | {Capability.UNFREEZE}},
+    "takes_what_comes": {"capabilities": frozenset(Capability) - {Capability.META_INIT, Capability.CPU_OFFLOAD}},
     "hides_clip_value": {"capabilities": DDP.capabilities - {Capability.CLIP_VALUE}},
     "refuses_by_name": {"capabilities": DDP.capabilities - {Capability.ANY_OPTIMIZER}},
     "hides_sync_grads": {"capabilities": DDP.capabilities - {Capability.SYNC_GRADS}},
@@ -51,7 +50,7 @@ FACTORIES = {
     **_at("setup", "unshared_data", "unshared_streams", "reads_ahead", "uneven_data"),
     **_at("step", "summed", "rescaled", "fills_missing_gradients", "loses_deferred", "defers_nothing"),
     **_at("step", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),
-    **_at("step", "ignores_gradient"),
+    **_at("step", "ignores_gradient", "averages_forwards_alone", "trains_the_unfrozen_alone"),
     **_at("step", "ignores_clip_value", "passes_non_finite", "scaled_norm", "resets_learning_rate"),
     **_at(
         "step",
@@ -80,7 +79,7 @@ FACTORIES = {
     **_at("checkpointing", "saves_later", "hushes_failures", "skips_a_weight"),
     **_at("state_dict", "keeps_its_first_look", "saves_its_first_save", "counts_steps_together", "shows_sums"),
     **_at("launching", "last_rank_returns", "swallows_exceptions", "leaves_with_three", "stays_here"),
-    **dict.fromkeys(("boasts_entry_methods", "boasts_meta_init", "boasts_unfreeze"), "rogues.lifecycle:Honest"),
+    **dict.fromkeys(("boasts_meta_init", "takes_what_comes"), "rogues.lifecycle:Honest"),
     **dict.fromkeys(("silent_option", "imports_torch", "names_no_versions", "shrugs"), "rogues.lifecycle:Honest"),
     **dict.fromkeys(("hides_clip_value", "hides_sync_grads"), "rogues.lifecycle:TellsLess"),
 }

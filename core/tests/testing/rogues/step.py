@@ -53,6 +53,37 @@ class FillsMissingGradients(Rogue):
                 parameter.grad = torch.zeros_like(parameter)
 
 
+class AveragesForwardsAlone(Rogue):
+    """Leaves gradients on their rank unless the module's forward has run."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        ready, optimizers = self.inner.setup_module_and_optimizers(module, optimizers)
+        self.idle = [ready]
+        ready.register_forward_hook(lambda *_: self.idle.clear())
+        return ready, optimizers
+
+    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
+        if module in self.__dict__.get("idle", ()):
+            loss.backward()
+        else:
+            self.inner.backward(loss, module, **more)
+
+
+class TrainsTheUnfrozenAlone(Rogue):
+    """Leaves gradients of what was frozen at setup on their rank."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        self.frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        return self.inner.setup_module_and_optimizers(module, optimizers)
+
+    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
+        alone = [parameter for parameter in self.__dict__.get("frozen", ()) if parameter.requires_grad]
+        own = torch.autograd.grad(loss, alone, retain_graph=True) if alone else ()
+        self.inner.backward(loss, module, **more)
+        for parameter, gradient in zip(alone, own, strict=True):
+            parameter.grad = gradient
+
+
 class LosesDeferred(Rogue):
     """Forgets the gradients of micro-batches whose traffic it put off."""
 

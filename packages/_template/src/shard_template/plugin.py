@@ -10,7 +10,24 @@ TEMPLATE = StrategyInfo(
     summary="to fill in: what it does, in one line",
     factory="shard_template.strategy:TemplateStrategy",
     # What is not declared, core refuses: a call that asks for it raises MissingCapability.
-    capabilities=frozenset(Capability) - {Capability.META_INIT, Capability.CPU_OFFLOAD},
+    capabilities=frozenset(
+        {
+            Capability.MULTIPLE_OPTIMIZERS,
+            Capability.CLIP_VALUE,
+            Capability.CLIP_ANY_NORM,
+            Capability.DEFER_SYNC,
+            Capability.FP16,
+            Capability.INFERENCE,
+            Capability.CLOSURE,
+            Capability.COMPILE,
+            Capability.SYNC_GRADS,
+            Capability.DENOMINATOR,
+            Capability.ANY_OPTIMIZER,
+            Capability.ENTRY_METHODS,
+            Capability.SEVERAL_MODULES,
+            Capability.UNFREEZE,
+        }
+    ),
     precisions=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
     devices=("cpu", "cuda"),
     options=options_of(TemplateConfig),

@@ -10,16 +10,21 @@ from shard_deepspeed.config import DeepSpeedConfig
 #: The versions of DeepSpeed that ``_versions.py`` was checked on.
 _CHECKED = "0.19."
 
-_PROMISES = frozenset(Capability) - {
-    Capability.ANY_OPTIMIZER,  # parameters are partitioned flat, anywhere
-    Capability.COMPILE,
-    Capability.CPU_OFFLOAD,
-    Capability.DEFER_SYNC,  # from stage 2 on gradients are sharded as soon as they are made
-    Capability.ENTRY_METHODS,  # at stage 3 only a module's forward gathers its parameters
-    Capability.FP16,
-    Capability.META_INIT,
-    Capability.UNFREEZE,  # what is frozen at first has no place among what is stepped
-}
+#: What all stages have. Not ANY_OPTIMIZER: parameters are partitioned flat, anywhere. Not UNFREEZE: what is frozen at
+#: first has no place among what is stepped. From stage 2 on gradients are sharded as soon as they are made; at stage 3
+#: only a module's forward gathers its parameters.
+_PROMISES = frozenset(
+    {
+        Capability.MULTIPLE_OPTIMIZERS,
+        Capability.CLIP_VALUE,
+        Capability.CLIP_ANY_NORM,
+        Capability.INFERENCE,
+        Capability.CLOSURE,
+        Capability.SYNC_GRADS,
+        Capability.DENOMINATOR,
+        Capability.SEVERAL_MODULES,
+    }
+)
 _WHOLE_PARAMETERS = _PROMISES | {Capability.ENTRY_METHODS}
 
 #: Parameters in bfloat16 have a copy in float32, which optimizers step; micro-batches add up in float32 too.

@@ -8,8 +8,26 @@ from shard_core.plugins import Capability, StrategyInfo, hookimpl, options_of
 from shard_fsdp.config import FSDPConfig
 from shard_fsdp.config.refused_options import REFUSED
 
-# Optimizers that look at whole matrices meet shards: torch's Adafactor and LBFGS fail on them.
-_CAPABILITIES = frozenset(Capability) - {Capability.ANY_OPTIMIZER}
+#: Not ANY_OPTIMIZER: those that look at whole matrices meet shards; torch's Adafactor and LBFGS fail on them.
+_CAPABILITIES = frozenset(
+    {
+        Capability.MULTIPLE_OPTIMIZERS,
+        Capability.CLIP_VALUE,
+        Capability.CLIP_ANY_NORM,
+        Capability.DEFER_SYNC,
+        Capability.FP16,
+        Capability.META_INIT,
+        Capability.INFERENCE,
+        Capability.CLOSURE,
+        Capability.COMPILE,
+        Capability.SYNC_GRADS,
+        Capability.DENOMINATOR,
+        Capability.CPU_OFFLOAD,
+        Capability.ENTRY_METHODS,
+        Capability.SEVERAL_MODULES,
+        Capability.UNFREEZE,
+    }
+)
 
 
 _KNOWN_AS = {

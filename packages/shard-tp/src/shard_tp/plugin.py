@@ -5,20 +5,30 @@ from __future__ import annotations
 from shard_core.plugins import Capability, StrategyInfo, hookimpl, options_of
 from shard_tp.config import TPConfig
 
-#: Optimizers that look at whole matrices meet shards. META_INIT promises that no rank ever holds a model whole, and
-#: on a mesh with one data rank each holds whole what no plan splits.
-_LACKING = {
-    Capability.ANY_OPTIMIZER,
-    Capability.COMPILE,
-    Capability.CPU_OFFLOAD,
-    Capability.META_INIT,
-}
+#: Not ANY_OPTIMIZER: those that look at whole matrices meet shards. Not META_INIT, by which no rank ever holds a model
+#: whole: on a mesh with one data rank each holds whole what no plan splits.
+_CAPABILITIES = frozenset(
+    {
+        Capability.MULTIPLE_OPTIMIZERS,
+        Capability.CLIP_VALUE,
+        Capability.CLIP_ANY_NORM,
+        Capability.DEFER_SYNC,
+        Capability.FP16,
+        Capability.INFERENCE,
+        Capability.CLOSURE,
+        Capability.SYNC_GRADS,
+        Capability.DENOMINATOR,
+        Capability.ENTRY_METHODS,
+        Capability.SEVERAL_MODULES,
+        Capability.UNFREEZE,
+    }
+)
 
 TP = StrategyInfo(
     name="tp",
     summary="layers split over tensor-parallel ranks, all else sharded over data-parallel ranks, on one mesh",
     factory="shard_tp.strategy:TPStrategy",
-    capabilities=frozenset(Capability) - _LACKING,
+    capabilities=_CAPABILITIES,
     precisions=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
     devices=("cpu", "cuda"),
     options=options_of(TPConfig),

@@ -9,14 +9,26 @@ from packaging.version import Version
 from shard_core.plugins import Capability, StrategyInfo, hookimpl, options_of
 from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
 
-#: What neither strategy promises: modules are built on the host, and computed in float32 or bfloat16.
-_NEITHER = {Capability.COMPILE, Capability.CPU_OFFLOAD, Capability.FP16, Capability.META_INIT}
+#: What both have: modules are built on the host, and computed in float32 or bfloat16.
+_PROMISES = frozenset(
+    {
+        Capability.MULTIPLE_OPTIMIZERS,
+        Capability.CLIP_VALUE,
+        Capability.CLIP_ANY_NORM,
+        Capability.INFERENCE,
+        Capability.CLOSURE,
+        Capability.SYNC_GRADS,
+        Capability.DENOMINATOR,
+        Capability.SEVERAL_MODULES,
+        Capability.UNFREEZE,
+    }
+)
 
 FSDP = StrategyInfo(
     name="xla_fsdp",
     summary="parameters, gradients and optimizer state sharded over XLA ranks; on CPUs a development mode",
     factory="shard_xla.strategy:XLAFSDPStrategy",
-    capabilities=frozenset(Capability) - _NEITHER - {Capability.ANY_OPTIMIZER, Capability.ENTRY_METHODS},
+    capabilities=_PROMISES | {Capability.DEFER_SYNC},
     # Upstream's wrapper shards float32 parameters and no others.
     precisions=("32-true", "bf16-mixed"),
     devices=("xla",),
@@ -27,8 +39,8 @@ SPMD = StrategyInfo(
     name="xla_spmd",
     summary="one process whose tensors XLA spreads over all devices of the host",
     factory="shard_xla.strategy:XLASPMDStrategy",
-    # The compiler reduces gradients in every backward; nobody can make it wait.
-    capabilities=frozenset(Capability) - _NEITHER - {Capability.DEFER_SYNC},
+    # Not DEFER_SYNC: the compiler reduces gradients in every backward; nobody can make it wait.
+    capabilities=_PROMISES | {Capability.ANY_OPTIMIZER, Capability.ENTRY_METHODS},
     precisions=("32-true", "bf16-mixed", "bf16-true"),
     devices=("xla",),
     options=options_of(XLASPMDConfig),

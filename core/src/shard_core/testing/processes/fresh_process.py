@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import importlib.abc
 import importlib.metadata
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 from packaging.utils import canonicalize_name
 
-from shard_core import plugins
+from shard_core import capability, plugins
 from shard_core.plugins import hooks
 from shard_core.testing.processes.script import run_python
 
@@ -31,7 +32,7 @@ def ask_fresh_process(question: str, *arguments: str) -> Any:
     """Run a function of this module in a process that has imported nothing yet.
 
     Args:
-        question: ``"discover"`` or ``"construct"``.
+        question: ``"discover"``, ``"declare"`` or ``"construct"``.
         arguments: Its command line.
 
     Returns:
@@ -58,6 +59,22 @@ def discover() -> None:
     reason = asked.hook.shard_unavailable(name=name)
     answer = {"imported": sorted(set(sys.modules) - before), "known": sorted(before), "reason": reason}
     print(json.dumps(answer, default=repr))
+
+
+def declare() -> None:
+    """Print the capabilities a backend declares where core has one more than it could know of.
+
+    The strategy's name stands on the command line, then the name of the capability that is new.
+    """
+    name, new = sys.argv[1:]
+    known = capability.Capability
+    named = {each.name: each.value for each in known} | {new: "does what nobody has thought of yet"}
+    later = enum.Enum(known.__name__, named, module=known.__module__)  # type: ignore[misc]  # made of data
+    for module in list(sys.modules.values()):
+        for attribute, value in list(vars(module).items()):
+            if value is known:
+                setattr(module, attribute, later)
+    print(json.dumps([each.name for each in plugins.find(name).capabilities]))
 
 
 def construct() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _CORE = "shard-core"
 _CURE = f'write `dependencies = ["{_CORE}>=1,<2"]`'
+_ADDED = "ADDED_LATER"
 _LOWER = frozenset({">=", ">", "~=", "=="})
 _UPPER = frozenset({"<", "<=", "~=", "=="})
 
@@ -44,6 +45,20 @@ class Metadata(Suite):
         assert not unexpected, (
             f"asking what {self.strategy!r} is imports {', '.join(named)}; listing strategies must cost nothing, "
             "so leave that to the factory"
+        )
+
+    @promise(every_size=False)
+    def test_capabilities_are_listed(self) -> None:
+        """A strategy declares the capabilities that its plugin names, and none that core may add later.
+
+        Usual cause:
+            The plugin subtracts what it lacks from all there are, ``frozenset(Capability) - {...}``, and so promises
+            what nobody had thought of when it was written.
+        """
+        declared = ask_fresh_process("declare", self.strategy, _ADDED)
+        assert _ADDED not in declared, (
+            f"where Capability has a member more, {self.strategy!r} declares it; name what the strategy has, as in "
+            "frozenset({Capability.FP16, Capability.CLOSURE})"
         )
 
     @promise(every_size=False)
