@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from shard_core.errors import InvalidOption
+from shard_core.errors import BrokenBackend, InvalidOption
 from shard_core.options import Option, check_names, option, options_of
 from shard_core.run_options import RunOptions
 from shard_core.selection import get_strategy
@@ -23,6 +23,31 @@ def test_options_are_listed_in_order_with_types_as_written():
         Option(name="overlap", type="bool", default=True, help="do both at once"),
     )
     assert Config(size=3) == Config(size=3, overlap=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hasty:
+    size: int = 3
+
+
+class Plain:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            Hasty,
+            "declares 'size' without the line people read about it; write size: int = option(DEFAULT, HELP).",
+        ),
+        (Plain, "is no dataclass; decorate it with @dataclasses.dataclass(frozen=True, kw_only=True)."),
+    ],
+)
+def test_a_config_that_its_author_did_not_finish_is_named(config, sentence):
+    with pytest.raises(BrokenBackend) as caught:
+        options_of(config)
+    assert str(caught.value) == f"{__name__}.{config.__name__} {sentence}"
 
 
 def test_names_that_exist():

@@ -235,7 +235,7 @@ BAD_INPUT = {
     "factory without class": (
         {"name": "toy_lost"},
         BrokenBackend,
-        ["shard-toy refers to 'toy_factory:Troy', but there is no such name; upgrade or uninstall shard-toy."],
+        ["shard-toy refers to 'toy_factory:Troy', but that module has no such name. Upgrade or uninstall shard-toy."],
     ),
     "factory without module": (
         {"name": "toy_absent"},

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shard_core.errors import InvalidOption, nearest
+from shard_core.errors import BrokenBackend, InvalidOption, nearest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,21 @@ def options_of(config: type) -> tuple[Option, ...]:
 
     Returns:
         The options in the order of declaration.
+
+    Raises:
+        BrokenBackend: If it is no dataclass, or a field was declared otherwise.
     """
+    owner = f"{config.__module__}.{config.__qualname__}"
+    if not dataclasses.is_dataclass(config):
+        raise BrokenBackend(
+            f"{owner} is no dataclass; decorate it with @dataclasses.dataclass(frozen=True, kw_only=True)."
+        )
+    for field in dataclasses.fields(config):
+        if "help" not in field.metadata:
+            raise BrokenBackend(
+                f"{owner} declares {field.name!r} without the line people read about it; write "
+                f"{field.name}: {field.type} = option(DEFAULT, HELP)."
+            )
     return tuple(
         Option(name=f.name, type=str(f.type), default=f.default, help=f.metadata["help"])
         for f in dataclasses.fields(config)

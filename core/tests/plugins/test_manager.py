@@ -215,7 +215,9 @@ class TestPrecisions:
     @pytest.mark.parametrize("reference", ["eight:male", "eight", "eight:"])
     def test_reference_to_nothing(self, site, reference):
         site.install("shard-eight", entries={PRECISIONS: {"fp8": reference}}, modules={"eight": "def make(): ..."})
-        with pytest.raises(BrokenBackend, match=f"shard-eight refers to '{reference}', but there is no such name"):
+        with pytest.raises(
+            BrokenBackend, match=f"shard-eight refers to '{reference}', but that module has no such name"
+        ):
             Plugins().find_precision("fp8")
 
     def test_claimed_twice(self, site):

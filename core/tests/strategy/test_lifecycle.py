@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shard_core import get_strategy
-from shard_core.errors import CollectiveError, InvalidOption, LaunchError, MissingCapability, MissingRank
+from shard_core.errors import BrokenBackend, CollectiveError, InvalidOption, LaunchError, MissingCapability, MissingRank
 from shard_core.strategies.ddp import DDPStrategy
 from shard_core.strategies.single import SingleStrategy
 
@@ -139,6 +139,13 @@ def test_a_cuda_device_that_is_not_there_is_named() -> None:
 def test_unknown_options_of_a_class_are_refused(strategy_type: Any) -> None:
     with pytest.raises(InvalidOption, match="has no option 'devises'; did you mean 'devices'"):
         strategy_type(devises=2)
+
+
+@pytest.mark.parametrize("name", ["config_type", "default_info"])
+def test_a_class_that_lacks_what_its_author_sets_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DDPStrategy, name)
+    with pytest.raises(BrokenBackend, match=rf"DDPStrategy has no {name}; set it in the class, to the .*\.$"):
+        DDPStrategy(info=get_strategy("single").info)
 
 
 def test_a_plain_value_that_makes_a_name_untrue_is_refused() -> None:

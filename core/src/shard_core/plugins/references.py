@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shard_core.errors import BrokenBackend, ShardError
+from shard_core.errors import BrokenBackend, ShardError, nearest
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -32,14 +32,22 @@ def load_object(reference: str, distribution: str) -> Any:
         Traceback (most recent call last):
         ...
         shard_core.errors.BrokenBackend: shard-core refers to 'shard_core.capability:Capabilities', but \
-there is no such name; upgrade or uninstall shard-core.
+that module has no such name; did you mean 'Capability'? Upgrade or uninstall shard-core.
     """
-    module, _, name = reference.partition(":")
-    try:
-        return getattr(load_module(module, distribution), name)
-    except AttributeError as error:
+    place, colon, name = reference.partition(":")
+    if not (place and colon and name):
         raise BrokenBackend(
-            f"{distribution} refers to {reference!r}, but there is no such name; upgrade or uninstall {distribution}."
+            f"{distribution} refers to {reference!r}, which is not of the form 'package.module:name'; upgrade or "
+            f"uninstall {distribution}."
+        )
+    module = load_module(place, distribution)
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        hint = nearest(name, [each for each in dir(module) if not each.startswith("_")])
+        raise BrokenBackend(
+            f"{distribution} refers to {reference!r}, but that module has no such name{hint or '.'} Upgrade or "
+            f"uninstall {distribution}."
         ) from error
 
 

@@ -12,7 +12,7 @@ from shard_core.checkpoint.interface import CheckpointIO
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 from shard_core.collectives.interface import Collectives
 from shard_core.data import DrawnRounds
-from shard_core.errors import InvalidOption, LaunchError, MissingCapability, nearest
+from shard_core.errors import BrokenBackend, InvalidOption, LaunchError, MissingCapability, nearest
 from shard_core.launcher.choice import choose_launcher
 from shard_core.launcher.environment import export
 from shard_core.launcher.rank_call import report_failure
@@ -34,11 +34,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: What the author of a strategy's class sets on it.
+_DECLARED = {
+    "default_info": "the StrategyInfo of its plugin.py",
+    "config_type": "the frozen dataclass of its options, the one whose options_of() its StrategyInfo has",
+}
+
 
 class StrategyLifecycle(Engine):
     """Holds the parts, launches the ranks and joins them."""
 
     def __init__(self, *, info: StrategyInfo | None = None, **arguments: Any) -> None:
+        for name, wanted in _DECLARED.items():
+            if not hasattr(type(self), name):
+                raise BrokenBackend(f"{type(self).__name__} has no {name}; set it in the class, to {wanted}.")
         self.info = info or self.default_info
         common = {field.name for field in dataclasses.fields(RunOptions)}
         own = {name: value for name, value in arguments.items() if name not in common}
@@ -117,7 +126,7 @@ class StrategyLifecycle(Engine):
         return result if placement.rank == 0 else None
 
     def setup_environment(self) -> None:
-        """Join the ranks that exist, or stand alone; does nothing the second time.
+        """Join the ranks that exist, each of which calls this, or stand alone; does nothing the second time.
 
         Raises:
             LaunchError: If several ranks were asked for and none were started.
