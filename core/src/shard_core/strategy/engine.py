@@ -198,10 +198,11 @@ class Engine(abc.ABC):
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Return this rank's parts of the gradients an optimizer will step with, sharing their memory.
 
-        Asked several times in a step, by clipping and by what makes gradients final; may communicate.
+        Asked several times in a step, by clipping and by what makes gradients final; may communicate. Afterwards
+        ``.grad`` of what its groups hold is what it would step with, laid out as its state.
 
         Args:
-            optimizer: One that was set up.
+            optimizer: One that was set up, or a stand-in over a module's parameters as they are.
         """
 
     def engine_look(self, value: torch.Tensor) -> bool:

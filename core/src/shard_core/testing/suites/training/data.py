@@ -184,19 +184,20 @@ def evaluates(subject: Subject, split_batches: bool) -> tuple[dict[int, tuple[li
     with subject.strategy() as strategy:
         batch = strategy.distributed_sampler_kwargs["num_replicas"] * 2 if split_batches else _BATCH
 
-        def share(length: int) -> Iterable[torch.Tensor]:
-            return strategy.process_dataloader(DataLoader(range(length), batch), split_batches=split_batches)
+        def share(length: int) -> Iterable[tuple[torch.Tensor]]:
+            plain = DataLoader(TensorDataset(torch.arange(length)), batch)
+            return strategy.process_dataloader(plain, split_batches=split_batches)
 
-        evaluated, trained = {}, []
-        for samples in share(_SAMPLES):
+        evaluated: dict[int, tuple[list[int], list[str]]] = {}
+        trained: list[int] = []
+        for (samples,) in share(_SAMPLES):
             for length in () if trained else _EVALUATED:
-                numbers, texts = [], []
-                for inner in share(length):
-                    results = {"numbers": inner, "texts": [f"{sample}" for sample in inner.tolist()]}
+                evaluated[length] = numbers, texts = [], []
+                for (inner,) in share(length):
+                    results: dict[str, Any] = {"numbers": inner, "texts": [f"{sample}" for sample in inner.tolist()]}
                     gathered = strategy.gather_for_metrics(results)
                     numbers += gathered["numbers"].tolist()
                     texts += gathered["texts"]
-                evaluated[length] = numbers, texts
             trained += strategy.gather_for_metrics(samples).tolist()
         return evaluated, trained
 
