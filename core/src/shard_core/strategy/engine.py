@@ -202,6 +202,8 @@ class Engine(abc.ABC):
     ) -> TrainingState:
         """Describe which parts of modules and optimizers live on this rank.
 
+        May not communicate: while this rank is here, another may have refused what its user gave it.
+
         Args:
             modules: The user's modules by the user's keys.
             optimizers: Optimizers over them by the user's keys.
