@@ -4,6 +4,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -41,27 +42,58 @@ def test_it_keeps_the_coordinators_promises(worlds: Any, size: int) -> None:
     assert worlds(size).run(talks) == [(ranks, [size - 1], (size > 1, False), ranks)] * size
 
 
-def keys_before_and_after() -> tuple[int, int]:
+def keys_after(rounds: tuple[int, ...], meet: str) -> list[int]:
+    """Count the store's keys after some rounds, and after more."""
     collectives = connected()
-    store = collectives._store
-    with collectives.side_channel() as line:
-        line.barrier()
-    collectives.barrier()
-    before = store.num_keys()
-    collectives.barrier()
-    for _ in range(20):
+    store, counts, done = collectives._store, [], 0
+
+    def goes_on(once: Callable[[], object]) -> None:
+        nonlocal done
+        for wanted in rounds:
+            while done < wanted:
+                once()
+                done += 1
+            collectives.gather_objects(None)  # over the group, while nobody uses the store
+            counts.append(store.num_keys())
+            collectives.gather_objects(None)
+
+    def background() -> None:
         with collectives.side_channel() as line:
             line.gather_objects("x" * 100)
             line.barrier()
-    collectives.barrier()
-    after = store.num_keys()
-    collectives.barrier()
-    return before, after
+
+    if meet == "within":
+        with collectives.side_channel() as line:
+            goes_on(lambda: line.gather_objects("x" * 100))
+    else:
+        goes_on({"barrier": collectives.barrier, "gather": lambda: collectives.gather_objects(1)}.get(meet, background))
+    return counts
 
 
-def test_it_leaves_no_keys_behind(worlds: Any) -> None:
-    for before, after in worlds(2).run(keys_before_and_after):
-        assert after - before < 10  # those of the roll-calls between
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("meet", ["barrier", "gather", "side channel", "within"])
+def test_the_store_holds_no_more_keys_the_longer_a_run_takes(worlds: Any, meet: str, size: int) -> None:
+    for few, many in worlds(size).run(keys_after, (10, 200 if meet in ("barrier", "gather") else 60), meet):
+        assert many == few
+
+
+def refuses_and_goes_on() -> tuple[int, int]:
+    collectives = connected()
+    counts = []
+    for _ in range(2):
+        for _ in range(10):
+            with pytest.raises(CollectiveError, match="every rank must make the same calls"):
+                collectives.barrier(f"call-{collectives.rank}")
+            collectives.barrier("after")
+        collectives.gather_objects(None)
+        counts.append(collectives._store.num_keys())
+        collectives.gather_objects(None)
+    return counts[0], counts[1]
+
+
+def test_calls_that_were_refused_leave_no_keys_either(worlds: Any) -> None:
+    for few, many in worlds(2).run(refuses_and_goes_on):
+        assert few == many
 
 
 def training_goes_on() -> float:

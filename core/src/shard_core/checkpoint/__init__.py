@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         inspect,
     )
     from shard_core.checkpoint.inspection.verify import Damage, Verdict, verify
-    from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
+    from shard_core.checkpoint.interface import BegunSave, CheckpointIO, LoadedCheckpoint, SaveHandle
     from shard_core.checkpoint.interop.hf_export import Exported, export
     from shard_core.checkpoint.retention.policy import Retention
     from shard_core.checkpoint.save.async_save import async_save
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncCheckpointIO",
+    "BegunSave",
     "CheckpointIO",
     "Comparison",
     "Damage",
@@ -63,7 +64,7 @@ _HOMES = {
     "inspection.compare_elements": ("ElementDifferences",),
     "inspection.inspect": ("GroupSummary", "Inspection", "KindSummary", "OptimizerSummary", "inspect"),
     "inspection.verify": ("Damage", "Verdict", "verify"),
-    "interface": ("CheckpointIO", "LoadedCheckpoint", "SaveHandle"),
+    "interface": ("BegunSave", "CheckpointIO", "LoadedCheckpoint", "SaveHandle"),
     "interop.hf_export": ("Exported", "export"),
     "retention.policy": ("Retention",),
     "save.async_save": ("async_save",),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
+from shard_core.checkpoint.interface import BegunSave, CheckpointIO, LoadedCheckpoint, SaveHandle
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 from shard_core.errors import InvalidOption
 
@@ -35,6 +35,12 @@ class AsyncCheckpointIO(CheckpointIO):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
 
+    @property
+    def has_joint_outcome(self) -> bool:
+        """As of what it saves through, but for a class that saves or loads otherwise."""
+        own = (type(self).save, type(self).load) == (AsyncCheckpointIO.save, AsyncCheckpointIO.load)
+        return own and self._inner.has_joint_outcome
+
     def save(
         self,
         path: str | os.PathLike[str],
@@ -59,6 +65,26 @@ class AsyncCheckpointIO(CheckpointIO):
             filter=filter,
             state_dict_type=state_dict_type,
             blocking=bool(blocking),
+        )
+
+    def begin_save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        coordinator: Coordinator,
+        storage_options: Mapping[str, Any] | None = None,
+        state_dict_type: str | None = None,
+        blocking: bool | None = None,
+    ) -> BegunSave | None:
+        """Begin a save that blocks; see ``CheckpointIO.begin_save``."""
+        if not blocking or not self.has_joint_outcome:
+            return None
+        return self._inner.begin_save(
+            path,
+            coordinator=coordinator,
+            storage_options=storage_options,
+            state_dict_type=state_dict_type,
+            blocking=True,
         )
 
     def load(

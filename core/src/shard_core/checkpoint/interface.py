@@ -13,7 +13,7 @@ from shard_core.checkpoint.storage.opening import path_or_url
 from shard_core.errors import MissingCapability
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.coordinator import Coordinator
@@ -44,6 +44,16 @@ class SaveHandle:
         done: Future[None] = Future()
         done.set_result(None)
         return cls(path=path_or_url(path), staged=done, committed=done)
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether ``finished`` made it: the checkpoint was complete when the save returned.
+
+        Example:
+            >>> SaveHandle.finished("run/step-100").was_complete
+            True
+        """
+        return self.staged is self.committed
 
     def wait(self, timeout: float | None = None) -> Path | str:
         """Wait until the checkpoint is complete and return where it is.
@@ -76,12 +86,54 @@ class LoadedCheckpoint:
     differences: tuple[str, ...] = ()
 
 
+class BegunSave(abc.ABC):
+    """A save that each rank has begun before the ranks meet.
+
+    Attributes:
+        said: What the other ranks must know of it: values that the coordinator can send.
+    """
+
+    said: Any
+
+    @abc.abstractmethod
+    def save(
+        self,
+        said: Sequence[Any],
+        state: TrainingState,
+        values: Mapping[str, Any],
+        *,
+        information: Mapping[str, Any],
+        filter: Callable[[str], bool] | None = None,
+    ) -> SaveHandle:
+        """Write the checkpoint; every rank calls this, and it raises what ``CheckpointIO.save`` raises.
+
+        Args:
+            said: What each rank has said, in rank order.
+            state: Modules and optimizers.
+            values: The rest, by the user's names.
+            information: What people may want to know of this run.
+            filter: Returns whether a tensor of a module or an optimizer is written, by its key.
+        """
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Undo what was begun: another rank has failed before it could say anything."""
+
+
 class CheckpointIO(abc.ABC):
     """Saves and loads training state; held by every strategy, replaceable by a third party's.
 
     Every rank calls ``save`` and ``load`` at the same point. They succeed on every rank or raise on
     every rank.
     """
+
+    @property
+    def has_joint_outcome(self) -> bool:
+        """Whether ``save``, ``load`` and a handle's ``committed`` never fail on some ranks alone.
+
+        Where it is False, which is the default, the strategy lets all ranks meet once more to raise what one raised.
+        """
+        return False
 
     @abc.abstractmethod
     def save(
@@ -116,6 +168,28 @@ class CheckpointIO(abc.ABC):
             CheckpointError: If it cannot be written; a checkpoint that was there still is.
             MissingCapability: If it cannot save asynchronously and ``blocking`` is False.
         """
+
+    def begin_save(
+        self,
+        path: str | os.PathLike[str],  # noqa: ARG002 - for those who implement it, as the others
+        *,
+        coordinator: Coordinator,  # noqa: ARG002
+        storage_options: Mapping[str, Any] | None = None,  # noqa: ARG002
+        state_dict_type: str | None = None,  # noqa: ARG002
+        blocking: bool | None = None,  # noqa: ARG002
+    ) -> BegunSave | None:
+        """Begin a save on this rank, where the ranks meet anyhow before they save: so they meet once less.
+
+        Called on every rank, and may neither communicate nor need another rank to be called there. Whoever implements
+        it has a joint outcome.
+
+        Returns:
+            What was begun; None, which is the default, to let ``save`` do all.
+
+        Raises:
+            CheckpointError: If nothing can be written there; on this rank alone will do.
+        """
+        return None
 
     @abc.abstractmethod
     def load(

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.all_ranks import check_same_path, on_all_ranks
 from shard_core.checkpoint.format.folder import latest, read_manifest, standing_manifest
-from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
+from shard_core.checkpoint.interface import BegunSave, CheckpointIO, LoadedCheckpoint, SaveHandle
 from shard_core.checkpoint.load.load import ShardedLoad
 from shard_core.checkpoint.retention.policy import Retention, retain
-from shard_core.checkpoint.save.async_save import async_save
+from shard_core.checkpoint.save.async_save import save_in_background
+from shard_core.checkpoint.save.request import SaveRequest
 from shard_core.checkpoint.save.save import ShardedSave
 from shard_core.checkpoint.state.filtered import FilteredState
 from shard_core.checkpoint.storage.opening import open_folder
-from shard_core.errors import CheckpointError, InvalidOption, nearest
+from shard_core.errors import CheckpointError, InvalidOption
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.storage.interface import Folder
     from shard_core.coordinator import Coordinator
 
-_FORMS = ("sharded", "full")
 #: How often a load begins anew because the checkpoint has been replaced meanwhile.
 _MOST_REPLACED = 20
 
@@ -50,6 +50,11 @@ class ShardedCheckpointIO(CheckpointIO):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(retention={self._retention!r})"
 
+    @property
+    def has_joint_outcome(self) -> bool:
+        """True, but for a class that saves or loads otherwise."""
+        return (type(self).save, type(self).load) == (ShardedCheckpointIO.save, ShardedCheckpointIO.load)
+
     def save(
         self,
         path: str | os.PathLike[str],
@@ -64,22 +69,38 @@ class ShardedCheckpointIO(CheckpointIO):
         blocking: bool | None = None,
     ) -> SaveHandle:
         """Write a checkpoint, asynchronously only if ``blocking`` is False; see ``CheckpointIO.save``."""
-        is_async = blocking is False
-        asked = on_all_ranks(coordinator, f"saving {os.fspath(path)!r}", lambda: (_form(state_dict_type), is_async))
-        _check_same_arguments(asked)
-        form, _ = asked[0]
+        request = SaveRequest(path=path, state_dict_type=state_dict_type, is_async=blocking is False)
 
-        def write(state: TrainingState, values: Mapping[str, Any], coordinator: Coordinator) -> SaveHandle:
-            save = ShardedSave(path, storage_options, form, coordinator)
-            save.begin(state, values, information)
-            save.write()
-            save.finish()
+        def write(
+            state: TrainingState,
+            values: Mapping[str, Any],
+            coordinator: Coordinator,
+            stage: Callable[[], None] = lambda: None,
+        ) -> SaveHandle:
+            save = ShardedSave(request, storage_options, coordinator)
+            save.begin_together(stage)
+            save.write(state, values, information)
             return save.commit(self._retain)
 
-        kept = state if filter is None else FilteredState(state, filter)
-        if is_async:
-            return async_save(path, kept, values, coordinator, write)
+        kept = _kept(state, filter)
+        if request.is_async:
+            return save_in_background(request, kept, values, coordinator, write)
         return write(kept, values, coordinator)
+
+    def begin_save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        coordinator: Coordinator,
+        storage_options: Mapping[str, Any] | None = None,
+        state_dict_type: str | None = None,
+        blocking: bool | None = None,
+    ) -> BegunSave | None:
+        """Begin a save that blocks; see ``CheckpointIO.begin_save``."""
+        if blocking is False or not self.has_joint_outcome:
+            return None
+        request = SaveRequest(path=path, state_dict_type=state_dict_type)
+        return _BegunSave(ShardedSave(request, storage_options, coordinator), self._retain)
 
     def load(
         self,
@@ -95,14 +116,18 @@ class ShardedCheckpointIO(CheckpointIO):
         """Fill a state in place; see ``CheckpointIO.load``."""
         doing = f"loading {os.fspath(path)!r}"
 
+        manifest = b""
+
         def begin() -> str:
-            open_folder(path, storage_options)
+            nonlocal manifest
+            folder = open_folder(path, storage_options)
+            if coordinator.rank == 0:  # alone: on shared file systems ranks may see different things
+                manifest = read_manifest(folder)
             return os.fspath(path)
 
         check_same_path(on_all_ranks(coordinator, doing, begin))
         folder = open_folder(path, storage_options)
-        # Rank 0 alone reads: on shared file systems ranks may see different things.
-        manifest = _read_on_rank_0(coordinator, doing, lambda: read_manifest(folder))
+        manifest = coordinator.broadcast_object(manifest)
         for _ in range(_MOST_REPLACED):
             load = ShardedLoad(folder, state, strict=strict, values=values, take_values=take_values)
             try:
@@ -133,6 +158,35 @@ class ShardedCheckpointIO(CheckpointIO):
         return latest(folder, storage_options=storage_options)
 
 
+class _BegunSave(BegunSave):
+    def __init__(self, save: ShardedSave, committed: Callable[[Folder], object]) -> None:
+        self._save = save
+        self._committed = committed
+        self.said = save.begin()
+
+    def save(
+        self,
+        said: Sequence[Any],
+        state: TrainingState,
+        values: Mapping[str, Any],
+        *,
+        information: Mapping[str, Any],
+        filter: Callable[[str], bool] | None = None,
+    ) -> SaveHandle:
+        """Write the checkpoint."""
+        self._save.agree(said)
+        self._save.write(_kept(state, filter), values, information)
+        return self._save.commit(self._committed)
+
+    def abandon(self) -> None:
+        """Undo what was begun."""
+        self._save.abandon()
+
+
+def _kept(state: TrainingState, filter: Callable[[str], bool] | None) -> TrainingState:
+    return state if filter is None else FilteredState(state, filter)
+
+
 def _read_on_rank_0(coordinator: Coordinator, doing: str, read: Callable[[], bytes]) -> bytes:
     """Read on rank 0 and broadcast."""
     found = b""
@@ -160,30 +214,3 @@ def _prepare(load: ShardedLoad, manifest: bytes, folder: Folder, coordinator: Co
     if broadcasts:
         load.broadcast_reads(coordinator, doing)
         on_all_ranks(coordinator, doing, load.verify)
-
-
-def _check_same_arguments(asked: Sequence[tuple[str, bool]]) -> None:
-    """Check that all ranks save in one form, and all of them asynchronously or none."""
-    for rank, (form, other) in enumerate(asked):
-        if form != asked[0][0]:
-            raise CheckpointError(
-                f"rank {rank} was given state_dict_type {form!r}, rank 0 {asked[0][0]!r}; give all ranks the same."
-            )
-        if other != asked[0][1]:
-            raise CheckpointError(
-                f"rank {rank} saves with blocking={not other}, rank 0 with blocking={not asked[0][1]}; give all ranks "
-                "the same."
-            )
-
-
-def _form(state_dict_type: str | None) -> str:
-    form = "sharded" if state_dict_type is None else state_dict_type
-    if not isinstance(form, str):
-        raise InvalidOption(
-            f"state_dict_type is {form!r}, of type {type(form).__name__}; it must be one of: {', '.join(_FORMS)}."
-        )
-    if form not in _FORMS:
-        raise InvalidOption(
-            f"state_dict_type {state_dict_type!r} is none of: {', '.join(_FORMS)}{nearest(form, _FORMS) or '.'}"
-        )
-    return form

@@ -18,7 +18,8 @@ class RollCall:
     """A barrier without the training process group, which names the ranks that do not come.
 
     Every call costs each rank a few requests to the store, whatever the number of ranks; only when
-    somebody is missing are the ranks asked for one by one.
+    somebody is missing are the ranks asked for one by one. Who comes last deletes the keys of the call before, so the
+    store holds as many after a year as after two calls.
 
     Args:
         store: A store all ranks share.
@@ -33,6 +34,7 @@ class RollCall:
         self._world_size = world_size
         self._timeout = timeout
         self._calls = 0
+        self._cleared = 0
 
     def answer(self, name: str) -> None:
         """Report that this rank has come, and wait until all have.
@@ -62,7 +64,9 @@ class RollCall:
             self._store.set(f"{call}/complete", apart)
             raise CollectiveError(apart)
         if self._store.add(f"{call}/count", 1) == self._world_size:
-            self._store.set(f"{call}/complete", "")
+            self._clear()
+            self._store.set(f"{call}/complete", "")  # last: who serves the store may leave as soon as it reads this
+            return
         try:
             self._store.wait([f"{call}/complete"], self._timeout)
         except dist.DistStoreError as error:
@@ -70,6 +74,14 @@ class RollCall:
         apart = _text(self._store.get(f"{call}/complete"))
         if apart:
             raise CollectiveError(apart)
+        self._cleared = self._calls - 1
+
+    def _clear(self) -> None:
+        """Delete the keys of earlier calls: all ranks have come to this one, so none reads them any more."""
+        earlier, self._cleared = range(self._cleared + 1, self._calls), self._calls - 1
+        for call in earlier:
+            for key in ("name", "count", "complete"):
+                self._store.delete_key(f"roll-call/{call}/{key}")
 
     def _absence(self, name: str) -> CollectiveError:
         seen: dict[int, tuple[int, str]] = {}

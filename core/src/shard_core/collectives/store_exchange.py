@@ -33,7 +33,8 @@ class StoreExchange:
 
     A rank may take as long as it likes while its process lives: inside the context it gives a sign of life now and
     then. One that gives none is named to all others. Rank 0 collects and hands out; waiting is done by asking
-    again, since a store's client serves nobody else while it waits for a key.
+    again, since a store's client serves nobody else while it waits for a key. However long it goes on, it keeps the
+    keys of one call, and none once all have left.
 
     Args:
         store: Keys for this exchange alone, over a connection that training does not use.
@@ -99,7 +100,10 @@ class StoreExchange:
         try:
             self._put(mine, pack(value))
             if self._rank == 0:
-                self._put(answer, serialize(self._collected()))
+                collected = self._collected()
+                if collected[0] == "gathered" and self._calls > 1:
+                    self._store.delete_key(f"{self._calls - 1}/all")  # all have come here, so they have read it
+                self._put(answer, serialize(collected))
             signed = self._fetched({0: answer})[0]
             self._store.delete_key(mine)
         except dist.DistError as error:
@@ -188,7 +192,7 @@ class StoreExchange:
                 time.sleep(_SHORTEST_NAP)
                 left = self._store.add("left", 0)
             if self._rank == 0:
-                for key in ("left", *(f"{call}/all" for call in range(1, self._calls + 1))):
+                for key in ("left", f"{self._calls}/all"):
                     self._store.delete_key(key)
         except dist.DistError:
             return  # all messages have arrived; whoever served the store is gone already

@@ -25,20 +25,23 @@ class AsyncSaves:
     def __init__(self) -> None:
         self._save: _AsyncSave | None = None
 
-    def watch(self, handle: SaveHandle, coordinator: Coordinator) -> SaveHandle:
+    def watch(self, handle: SaveHandle, coordinator: Coordinator, *, is_joint: bool) -> SaveHandle:
         """Watch a save that was begun; every rank calls this.
 
         Args:
             handle: What ``CheckpointIO.save`` returned.
             coordinator: Of all ranks.
+            is_joint: Whether the handle has the same outcome on every rank already.
 
         Returns:
             What the user gets: a handle whose ``committed`` has the same outcome on every rank.
         """
-        done = handle.committed.done() and handle.committed.exception() is None
-        if not coordinator.any_true(not done):
+        if is_joint:
+            if handle.was_complete:
+                return handle
+        elif not coordinator.any_true(not (handle.committed.done() and handle.committed.exception() is None)):
             return handle
-        save = _AsyncSave(handle)
+        save = _AsyncSave(handle, is_joint=is_joint)
         save.begin(coordinator)
         self._save = save
         return save.handle
@@ -71,10 +74,12 @@ class _AsyncSave:
 
     Args:
         handle: The save, as far as this rank knows.
+        is_joint: Whether that is what every rank knows.
     """
 
-    def __init__(self, handle: SaveHandle) -> None:
+    def __init__(self, handle: SaveHandle, *, is_joint: bool) -> None:
         self._local = handle.committed
+        self._is_joint = is_joint
         self._outcome = _Outcome()
         self.handle = SaveHandle(path=handle.path, staged=handle.staged, committed=self._outcome)
         self._turn = threading.Condition()
@@ -109,7 +114,10 @@ class _AsyncSave:
 
     def _watch(self, others: Coordinator) -> None:
         try:
-            on_all_ranks(others, f"saving {str(self.handle.path)!r}", self._ended)
+            if self._is_joint:
+                self._ended()
+            else:
+                on_all_ranks(others, f"saving {str(self.handle.path)!r}", self._ended)
         except CollectiveError:
             self._last_step = 0  # the ranks can agree on nothing any more
             raise

@@ -17,15 +17,24 @@ from shard_core.checkpoint.interop.load_weights import load_weights
 from shard_core.checkpoint.keys import OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.state.app_state import AppState
 from shard_core.checkpoint.storage.opening import check_path
-from shard_core.errors import CheckpointError, InvalidOption
-from shard_core.strategy.random_state import check_random_state, gather_random_state, keep_generator, set_random_state
+from shard_core.errors import CheckpointError, CollectiveError, InvalidOption, ShardError
+from shard_core.strategy.random_state import (
+    check_random_state,
+    joint_random_state,
+    keep_generator,
+    own_random_state,
+    set_random_state,
+)
 from shard_core.strategy.state_dict import StrategyStateDict
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.interface import LoadedCheckpoint
+    from shard_core.checkpoint.interface import BegunSave, LoadedCheckpoint
     from shard_core.checkpoint.interop.mismatch import Names
+    from shard_core.checkpoint.state.training_state import TrainingState
+    from shard_core.strategy.random_state import RankState
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 #: Under which key a checkpoint keeps the state of the precision: the gradient scaler's.
 PRECISION_KEY = f"{OWN_KEYS}precision"
@@ -71,31 +80,62 @@ class StrategyCheckpointing(StrategyStateDict):
         self._saves.settle()
         self.barrier(f"save_checkpoint of {path}")
 
-        def collect() -> tuple[AppState, dict[str, Any]]:
+        begun: BegunSave | None = None
+
+        def form() -> str | None:
+            return state_dict_type or self.engine_checkpoint_form()
+
+        def collect() -> tuple[TrainingState, dict[str, Any]]:
             check_filter(filter)
             check_flag("blocking", blocking, or_none=True)
             check_storage_options(storage_options)
             contents = self._contents(state)
-            return contents, contents.values()
+            values = contents.values()
+            return self.engine_state(contents.modules, contents.optimizers), values
 
-        contents, values = self._on_all_ranks("saving", path, collect)
-        tensors = self.engine_state(contents.modules, contents.optimizers)
-        values[RANDOM_KEY] = self._random_state()
+        def say() -> tuple[RankState, Any]:
+            nonlocal begun
+            random = self._random_state()
+            begun = self.checkpoint_io.begin_save(
+                path,
+                coordinator=self.collectives,
+                storage_options=storage_options,
+                state_dict_type=form(),
+                blocking=blocking,
+            )
+            return random, None if begun is None else begun.said
+
+        try:
+            (tensors, values), answers = self._prepared("saving", path, collect, say)
+        except CollectiveError:
+            raise
+        except ShardError:
+            if begun is not None:
+                begun.abandon()
+            raise
+        values[RANDOM_KEY] = joint_random_state([random for random, _ in answers])
+        said = [each for _, each in answers]
+        if begun is not None and None in said:  # not on every rank, which save() will say
+            begun.abandon()
+            begun = None
+        information = {
+            "strategy": self.info.name,
+            "precision": self.precision.policy.name,
+            "options": str(self.config),
+        }
 
         def save() -> SaveHandle:
+            if begun is not None:
+                return begun.save(said, tensors, values, information=information, filter=filter)
             handle = self.checkpoint_io.save(
                 path,
                 tensors,
                 values,
                 coordinator=self.collectives,
-                information={
-                    "strategy": self.info.name,
-                    "precision": self.precision.policy.name,
-                    "options": str(self.config),
-                },
+                information=information,
                 storage_options=storage_options,
                 filter=filter,
-                state_dict_type=state_dict_type or self.engine_checkpoint_form(),
+                state_dict_type=form(),
                 blocking=blocking,
             )
             if not isinstance(handle, SaveHandle):
@@ -106,8 +146,8 @@ class StrategyCheckpointing(StrategyStateDict):
             return handle
 
         with keep_generator(self):
-            handle = self._on_all_ranks("saving", path, save)
-        return self._saves.watch(handle, self.collectives)
+            handle = self._joint("saving", path, save)
+        return self._saves.watch(handle, self.collectives, is_joint=self.checkpoint_io.has_joint_outcome)
 
     def load_checkpoint(
         self,
@@ -145,14 +185,13 @@ class StrategyCheckpointing(StrategyStateDict):
             check_storage_options(storage_options)
             return self._contents({} if state is None else state)
 
-        contents = self._on_all_ranks("loading", path, collect)
+        contents, data_ranks = self._prepared("loading", path, collect, lambda: self.distributed_sampler_kwargs["rank"])
         # Only now: a data loader's state is a collective of all ranks, and one of them may have raised above.
-        self._on_all_ranks("loading", path, contents.back_up)
+        contents.back_up()
         tensors = contents.modules or contents.optimizers
         asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
         # Checked with all else: a value found lacking after the tensors were filled would come too late.
         values = contents.value_names - {PRECISION_KEY}
-        data_ranks = self.collectives.gather_objects(self.distributed_sampler_kwargs["rank"])
 
         taken = False
 
@@ -175,7 +214,7 @@ class StrategyCheckpointing(StrategyStateDict):
             )
 
         try:
-            loaded = self._on_all_ranks("loading", path, load)
+            loaded = self._joint("loading", path, load)
             if not taken:  # by a CheckpointIO that returns values when all is filled
                 self._on_all_ranks("loading", path, lambda: take_values(loaded.values))
         except BaseException:
@@ -275,9 +314,8 @@ class StrategyCheckpointing(StrategyStateDict):
         found = on_all_ranks(self.collectives, f"looking for checkpoints in {str(folder)!r}", find)[0]
         return None if found is None else Path(found[0]) if found[1] else found[0]
 
-    def _random_state(self) -> dict[str, Any]:
-        rank = self.distributed_sampler_kwargs["rank"]
-        return gather_random_state(self.collectives, self.root_device, rank, self.engine_random_state())
+    def _random_state(self) -> RankState:
+        return own_random_state(self.root_device, self.distributed_sampler_kwargs["rank"], self.engine_random_state())
 
     def _set_random_state(self, random: Mapping[str, Any], data_ranks: Sequence[int]) -> None:
         """Set the random number generators to the states in a checkpoint."""
@@ -289,14 +327,25 @@ class StrategyCheckpointing(StrategyStateDict):
 
     def _on_all_ranks(self, doing: str, path: str | os.PathLike[str], prepare: Callable[[], T]) -> T:
         """Call ``prepare`` on this rank; if it fails on any, all raise that, and none waits for one that gave up."""
+        return self._prepared(doing, path, prepare, lambda: None)[0]
+
+    def _prepared(
+        self, doing: str, path: str | os.PathLike[str], prepare: Callable[[], T], tell: Callable[[], S]
+    ) -> tuple[T, list[S]]:
+        """Do what ``_on_all_ranks`` does; return also what ``tell`` returned afterwards on each rank."""
         prepared: list[T] = []
 
-        def phase() -> None:
+        def phase() -> S:
             check_path(path)
             prepared.append(prepare())
+            return tell()
 
-        on_all_ranks(self.collectives, f"{doing} {str(path)!r}", phase)
-        return prepared[0]
+        answers = on_all_ranks(self.collectives, f"{doing} {str(path)!r}", phase)
+        return prepared[0], answers
+
+    def _joint(self, doing: str, path: str | os.PathLike[str], call: Callable[[], T]) -> T:
+        """Call ``checkpoint_io``; if it may fail on some ranks alone, the others hear of it."""
+        return call() if self.checkpoint_io.has_joint_outcome else self._on_all_ranks(doing, path, call)
 
     def _contents(self, state: Mapping[str, Any]) -> AppState:
         if not isinstance(state, Mapping):

@@ -32,9 +32,9 @@ class Engine(abc.ABC):
     and ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were
     checked before. ``engine_worth_trying`` stands apart: it is asked before anything is started.
 
-    Seven members may exchange messages between ranks, because core calls them on every rank in the same order, or on
-    none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_gradients``,
-    ``engine_step`` and ``engine_state``. All others serve their rank alone. A member that refuses raises before its
+    Six members may exchange messages between ranks, because core calls them on every rank in the same order, or on
+    none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_gradients`` and
+    ``engine_step``. All others serve their rank alone. A member that refuses raises before its
     first message, and on every rank.
     """
 
@@ -242,8 +242,8 @@ class Engine(abc.ABC):
     ) -> TrainingState:
         """Describe which parts of modules and optimizers live on this rank.
 
-        May communicate where there are optimizers. Without any it may not: one rank may ask alone what it holds of a
-        module.
+        May not communicate: while this rank is here, another may have refused what its user gave it. What ranks must
+        know of one another is exchanged by ``TrainingState.exchange``.
 
         Args:
             modules: The user's modules by the user's keys.

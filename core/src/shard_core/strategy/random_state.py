@@ -18,31 +18,37 @@ from shard_core.randomness import (
 )
 
 if TYPE_CHECKING:
-    from shard_core.coordinator import Coordinator
     from shard_core.strategy.engine import Engine
 
 _NUMPY_SEEDS = 2**32
 
+#: A rank's data rank, and the states of its generators by name.
+RankState = tuple[int, dict[str, torch.Tensor]]
 
-def gather_random_state(
-    coordinator: Coordinator, device: torch.device, data_rank: int, engine: torch.Tensor | None
-) -> dict[str, Any]:
-    """Gather the states of all ranks' generators; every rank calls this.
+
+def own_random_state(device: torch.device, data_rank: int, engine: torch.Tensor | None) -> RankState:
+    """Return the states of this rank's generators, which are part of what ``joint_random_state`` takes.
 
     Args:
-        coordinator: Of all ranks.
         device: This rank's.
         data_rank: This rank's place among those that see different data.
         engine: The state of the engine's own generator on this rank, if it has one.
+    """
+    return data_rank, generator_states(device) | ({"engine": engine} if engine is not None else {})
+
+
+def joint_random_state(ranks: Sequence[RankState]) -> dict[str, Any]:
+    """Join the states of all ranks' generators.
+
+    Args:
+        ranks: What ``own_random_state`` returned on each rank, in rank order.
 
     Returns:
         For each generator one row per rank, and the ranks' data ranks.
     """
-    own = generator_states(device) | ({"engine": engine} if engine is not None else {})
-    ranks = coordinator.gather_objects((data_rank, own))
     return {
         "data_ranks": [data for data, _ in ranks],
-        "generators": {name: torch.stack([states[name] for _, states in ranks]) for name in own},
+        "generators": {name: torch.stack([states[name] for _, states in ranks]) for name in ranks[0][1]},
     }
 
 
@@ -65,7 +71,7 @@ def check_random_state(saved: Any, rank: int, device: torch.device, engine: torc
     """Check that ``set_random_state`` accepts what a checkpoint holds.
 
     Args:
-        saved: What ``gather_random_state`` may have returned.
+        saved: What ``joint_random_state`` may have returned.
         rank: This rank.
         device: This rank's.
         engine: The state of the engine's own generator on this rank, if it has one.
@@ -113,7 +119,7 @@ def set_random_state(
     number derived from rank 0's state and its data rank, which is as repeatable.
 
     Args:
-        saved: What ``gather_random_state`` returned.
+        saved: What ``joint_random_state`` returned.
         rank: This rank.
         data_ranks: Every rank's place among those that see different data.
         device: This rank's.

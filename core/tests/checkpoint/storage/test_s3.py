@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import os
 import re
 import subprocess
 import sys
@@ -174,6 +175,27 @@ def test_what_only_one_process_sees_is_refused_before_anything_is_written(worlds
     )
     assert worlds(2).run(save, "memory://run/step-1", None, [1], "sharded", None) == [sentence] * 2
     assert worlds(2).run(_in_memory) == [[], []]
+
+
+def _saves_beside_its_own() -> tuple[str, list[str]]:
+    """Save where each process sees another folder, in which rank 1 has a file of the name it would write."""
+    import fsspec
+
+    rank, store = int(os.environ["RANK"]), fsspec.filesystem("memory")
+    if rank == 1:
+        store.pipe_file("/other/step-1/model-00001-of-00002.safetensors", b"its own")
+    with get_strategy("ddp") as strategy:
+        model = strategy.setup_module(_module(1))
+        with pytest.raises(CheckpointError) as error:
+            strategy.save_checkpoint("memory://other/step-1", {"model": model})
+    return str(error.value), [path.rpartition("/")[2] for path in store.find("/other")]
+
+
+def test_a_host_with_a_folder_of_its_own_keeps_what_is_in_it(worlds: Any) -> None:
+    first, second = worlds(2).run(_saves_beside_its_own)
+    assert first[0] == second[0]
+    assert "failed on 1 of 2 ranks: rank 1: this rank does not see what rank 0 writes into" in first[0]
+    assert (first[1], second[1]) == ([], ["model-00001-of-00002.safetensors"])
 
 
 def _in_memory() -> list[str]:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.save.host_memory import Room, crowded_host, room_for
+from shard_core.checkpoint.save.request import SaveRequest, check_same_request
 from shard_core.checkpoint.save.staging import Snapshot
 from shard_core.checkpoint.storage.opening import path_or_url
 
 if TYPE_CHECKING:
+    from shard_core.checkpoint.save.request import Said
     from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.coordinator import Coordinator
 
@@ -48,25 +50,54 @@ def async_save(
         CheckpointError: If there is something that no checkpoint can hold.
         MissingCapability: If the ranks have no side channel.
     """
-    doing = f"saving {os.fspath(path)!r}"
-    handle = SaveHandle(path=path_or_url(path), staged=Future(), committed=Future())
+
+    def stage_and_write(
+        state: TrainingState, values: Mapping[str, Any], coordinator: Coordinator, stage: Callable[[], None]
+    ) -> None:
+        on_all_ranks(coordinator, f"saving {os.fspath(path)!r}", stage)
+        write(state, values, coordinator)
+
+    return save_in_background(SaveRequest(path=path, is_async=True), state, values, coordinator, stage_and_write)
+
+
+def save_in_background(
+    request: SaveRequest,
+    state: TrainingState,
+    values: Mapping[str, Any],
+    coordinator: Coordinator,
+    write: Callable[[TrainingState, Mapping[str, Any], Coordinator, Callable[[], None]], object],
+) -> SaveHandle:
+    """Do what ``async_save`` does, but let ``write`` stage the snapshot, in a phase that it has in any case.
+
+    Args:
+        request: What this rank was asked for.
+        state: Modules and optimizers.
+        values: The rest, by the user's names.
+        coordinator: How ranks talk.
+        write: As for ``async_save``; its last argument stages the snapshot, and may raise on one rank alone.
+    """
+    doing = f"saving {os.fspath(request.path)!r}"
+    handle = SaveHandle(path=path_or_url(request.path), staged=Future(), committed=Future())
     taken: list[Snapshot] = []
 
-    def describe() -> tuple[str, int, int | None]:
+    def describe() -> tuple[Said, tuple[str, int, int | None]]:
+        said = request.said()
         taken.append(Snapshot(state, values, rank=coordinator.rank))
         room = room_for(taken[0].bytes)
-        return room.host, room.wanted, room.available
+        return said, (room.host, room.wanted, room.available)
 
-    crowded = crowded_host([Room(*each) for each in on_all_ranks(coordinator, doing, describe)])
+    answers = on_all_ranks(coordinator, doing, describe)
+    check_same_request([said for said, *_ in answers])  # of a rank that blocks it is not the room that follows
+    crowded = crowded_host([Room(*room) for _, room in answers])
     if crowded is not None:
         if coordinator.rank == 0:
             warnings.warn(
                 f"host {crowded.host!r} has no room for the {crowded.wanted / 1e9:.1f} GB that its ranks would copy; "
                 "async saves write straight from the tensors instead, and training waits for them.",
-                stacklevel=3,
+                stacklevel=4,
             )
-        write(taken[0], taken[0].values, coordinator)
-        return SaveHandle.finished(path)
+        write(taken[0], taken[0].values, coordinator, lambda: None)
+        return SaveHandle.finished(request.path)
     on_all_ranks(coordinator, doing, taken[0].take)
 
     def save(side_channel: Coordinator) -> None:
@@ -78,8 +109,11 @@ def async_save(
             finally:
                 handle.staged.set_result(None)
 
-        on_all_ranks(side_channel, doing, stage)
-        write(snapshot, snapshot.values, side_channel)
+        try:
+            write(snapshot, snapshot.values, side_channel, stage)
+        finally:
+            if not handle.staged.done():
+                handle.staged.set_result(None)
 
     run_in_background(coordinator, save, handle.committed, name="shard-save")
     return handle

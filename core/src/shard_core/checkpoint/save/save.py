@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_core.checkpoint.all_ranks import check_same_path, on_all_ranks
+from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.format.folder import next_sequence
 from shard_core.checkpoint.format.manifest import Manifest
 from shard_core.checkpoint.format.values import encode, encode_scalar
@@ -21,98 +21,127 @@ from shard_core.checkpoint.save.rank_files import (
     write_full,
     write_rank,
 )
+from shard_core.checkpoint.save.request import Said, check_same_request
 from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.checkpoint.storage.tasks import Tasks
-from shard_core.errors import CheckpointError, ShardError
+from shard_core.errors import CheckpointError, CollectiveError, ShardError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.format.chunk_index import ChunkIndex
+    from shard_core.checkpoint.save.request import SaveRequest
     from shard_core.checkpoint.state.shard import TensorShard
     from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.checkpoint.storage.interface import Folder
     from shard_core.coordinator import Coordinator
 
+#: What the ranks tell one another of a save that each has begun: its request, and of rank 0's attempt the identity and
+#: whether its files may have plain names.
+Beginning = tuple[Said, str, bool]
+
 
 class ShardedSave:
-    """One save, in the order of its methods; every rank calls each."""
+    """One save; every rank calls ``begin_together``, ``write`` and ``commit``, and in each the ranks meet once.
+
+    They must meet three times: no rank may write before it knows the attempt, no checkpoint may appear before all ranks
+    have written, and no rank may go on before it knows what became of it. Whose ranks meet anyhow before they save
+    calls ``begin`` on each, lets them exchange what it returned, and calls ``agree`` in place of ``begin_together``.
+
+    Args:
+        request: What this rank was asked for.
+        storage_options: For the store a URL names.
+        coordinator: How ranks talk.
+    """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        storage_options: Mapping[str, Any] | None,
-        form: str,
-        coordinator: Coordinator,
+        self, request: SaveRequest, storage_options: Mapping[str, Any] | None, coordinator: Coordinator
     ) -> None:
-        self._doing = f"saving {os.fspath(path)!r}"
-        self._path = path
+        self._doing = f"saving {os.fspath(request.path)!r}"
+        self._request = request
         self._storage_options = storage_options
-        self._form = form
         self._coordinator = coordinator
+        self._attempt: Attempt | None = None
         self._shards: list[TensorShard] = []
         self._about: dict[str, Any] = {}
         self._digests: list[str] = []
         self._finishing = Tasks()
+        self._writes = False
 
-    def begin(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
-        """Describe what is to be written, create the folder on rank 0, and check that the other ranks see it."""
-        coordinator = self._coordinator
+    def begin_together(self, first: Callable[[], object] = lambda: None) -> None:
+        """Create the folder on rank 0, and check that all ranks save the same checkpoint there.
 
-        def describe() -> str:
-            self._describe(state, values, information)
-            open_folder(self._path, self._storage_options)
-            return os.fspath(self._path)
+        Args:
+            first: What each rank does before.
+        """
 
-        def make_folder() -> tuple[str, bool]:
-            if coordinator.rank != 0:
-                return "", False
-            self._attempt = Attempt.begin(folder, coordinator.world_size)
-            return self._attempt.identity, self._attempt.plain
+        def begin() -> Beginning:
+            first()
+            return self.begin()
 
-        def check_shared() -> None:
-            if coordinator.rank != 0:
-                self._attempt.check_shared()
-
-        check_same_path(on_all_ranks(coordinator, self._doing, describe))
-        folder = open_folder(self._path, self._storage_options)
-        identity, plain = on_all_ranks(coordinator, self._doing, make_folder)[0]
-        if coordinator.rank != 0:
-            self._attempt = Attempt(identity=identity, folder=folder, world_size=coordinator.world_size, plain=plain)
         try:
-            on_all_ranks(coordinator, self._doing, check_shared)
-        except BaseException:
-            if coordinator.rank == 0:
-                self._attempt.discard([0])
-                self._attempt.release()
+            beginnings = on_all_ranks(self._coordinator, self._doing, begin)
+        except CollectiveError:
+            raise  # others may have heard all, and write
+        except ShardError:
+            self.abandon()
             raise
+        self.agree(beginnings)
 
-    def write(self) -> None:
-        """Write this rank's files; ``finish`` waits until the disk has them."""
-        rank = self._coordinator.rank
+    def begin(self) -> Beginning:
+        """Create the folder, on rank 0; return what the other ranks must know."""
+        said = self._request.said()
+        folder = open_folder(self._request.path, self._storage_options)
+        if self._coordinator.rank != 0:
+            return said, "", False
+        self._attempt = Attempt.begin(folder, self._coordinator.world_size)
+        return said, self._attempt.identity, self._attempt.plain
+
+    def agree(self, beginnings: Sequence[Beginning]) -> None:
+        """Check that all ranks save the same checkpoint, and join rank 0's attempt.
+
+        Args:
+            beginnings: What ``begin`` returned on each rank, in rank order.
+
+        Raises:
+            CheckpointError: On every rank, if they were asked for different things; nothing is left.
+        """
+        try:
+            check_same_request([said for said, *_ in beginnings])
+        except CheckpointError:
+            self.abandon()
+            raise
+        _, identity, plain = beginnings[0]
+        if self._attempt is None:
+            folder = open_folder(self._request.path, self._storage_options)
+            self._attempt = Attempt(
+                identity=identity, folder=folder, world_size=self._coordinator.world_size, plain=plain
+            )
+
+    def abandon(self) -> None:
+        """Undo ``begin``, before any rank has agreed."""
+        if self._attempt is not None:
+            self._attempt.discard([0])
+            self._attempt.release()
+            self._attempt = None
+
+    def write(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
+        """Write this rank's files so that they outlast a loss of power."""
+        rank, attempt = self._coordinator.rank, self._joined
 
         def write() -> str:
-            return write_rank(self._attempt, rank, self._shards, self._finishing)
+            self._describe(state, values, information)
+            if rank != 0:
+                attempt.check_shared()
+            self._writes = True
+            digest = write_rank(attempt, rank, self._shards, self._finishing)
+            self._finishing.wait()
+            return digest
 
         try:
             self._digests = on_all_ranks(self._coordinator, self._doing, write)
-        except CheckpointError:
-            self._abort()
+        except CollectiveError:
             raise
-
-    def finish(self) -> None:
-        """Wait until this rank's files outlast a loss of power; rank 0 describes meanwhile what all have written."""
-        rank = self._coordinator.rank
-
-        def finish() -> None:
-            if rank == 0:
-                self._index = gather_rank_indexes(self._attempt, self._digests)
-                if self._form == "sharded":
-                    self._write_manifest(self._index)
-            self._finishing.wait()
-
-        try:
-            on_all_ranks(self._coordinator, self._doing, finish)
-        except CheckpointError:
+        except ShardError:
             self._abort()
             raise
 
@@ -122,16 +151,22 @@ class ShardedSave:
         Args:
             committed: What rank 0 does with the checkpoint's folder afterwards, before any rank goes on.
         """
+        folder = self._joined.folder
 
         def publish() -> None:
             if self._coordinator.rank == 0:
                 self._publish()
                 if committed is not None:
                     # Before the others go on: they may next meet where nobody waits long for rank 0.
-                    committed(self._attempt.folder)
+                    committed(folder)
 
         on_all_ranks(self._coordinator, self._doing, publish)
-        return SaveHandle.finished(self._attempt.folder.path)
+        return SaveHandle.finished(folder.path)
+
+    @property
+    def _joined(self) -> Attempt:
+        assert self._attempt is not None, "begin_together() or agree() comes first"
+        return self._attempt
 
     def _describe(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
         encoded, tensors = value_shards(values, write=self._coordinator.rank == 0)
@@ -145,45 +180,46 @@ class ShardedSave:
         }
 
     def _publish(self) -> None:
-        """Publish the checkpoint, once all it consists of outlasts a loss of power."""
-        attempt = self._attempt
+        """Publish the checkpoint: what all ranks wrote outlasts a loss of power by now."""
+        attempt = self._joined
         try:
-            check_lengths(attempt, self._index)
-            if self._form == "full":
-                self._write_manifest(write_full(attempt, self._index))
-                self._finishing.wait()
+            index = gather_rank_indexes(attempt, self._digests)
+            check_lengths(attempt, index)
+            step, kept = self._write_manifest(write_full(attempt, index) if self._request.form == "full" else index)
+            self._finishing.wait()
         except BaseException:
             self._discard(range(attempt.world_size))
             attempt.release()
             raise
-        attempt.publish(self._step, self._kept)
+        attempt.publish(step, kept)
 
-    def _write_manifest(self, index: ChunkIndex) -> None:
-        """Write the manifest where it does not count yet."""
+    def _write_manifest(self, index: ChunkIndex) -> tuple[Callable[[], None], set[str]]:
+        """Write the manifest where it does not count yet; return the step that publishes it, and the files it names."""
         manifest = Manifest(
-            attempt=self._attempt.identity,
+            attempt=self._joined.identity,
             created=time.time_ns(),
-            sequence=next_sequence(self._attempt.folder),
-            form=self._form,
-            world_size=self._attempt.world_size,
-            index=self._attempt.write_index(index.to_bytes(), self._finishing),
+            sequence=next_sequence(self._joined.folder),
+            form=self._request.form,
+            world_size=self._joined.world_size,
+            index=self._joined.write_index(index.to_bytes(), self._finishing),
             files=index.files,
             tensors=index.tensors,
             **self._about,
         )
-        self._kept = {file.path for file in (*manifest.files, manifest.index)}
-        self._step = self._attempt.write_manifest(manifest.to_bytes())
+        kept = {file.path for file in (*manifest.files, manifest.index)}
+        return self._joined.write_manifest(manifest.to_bytes()), kept
 
     def _abort(self) -> None:
         """Remove what was written; every rank calls this, and nobody writes any more."""
         rank = self._coordinator.rank
-        self._discard([rank])
+        if rank == 0 or self._writes:  # else this may be a folder of this host alone, its files another save's
+            self._discard([rank])
         with contextlib.suppress(ShardError):  # a rank that does not come may still be writing: what is left stays
             self._coordinator.barrier(f"{self._doing}: giving up")
             if rank == 0:
-                self._attempt.release()
+                self._joined.release()
 
     def _discard(self, ranks: Iterable[int]) -> None:
         with contextlib.suppress(Exception):  # the caller raises what made it abort
             self._finishing.wait()
-        self._attempt.discard(ranks)
+        self._joined.discard(ranks)
