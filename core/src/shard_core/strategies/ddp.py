@@ -19,6 +19,7 @@ from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.parameters import plain_name
+from shard_core.preparation.layers import prepare_layers
 from shard_core.replicas import send_values
 from shard_core.strategies.config import DDPConfig
 from shard_core.strategies.plugin import DDP
@@ -101,6 +102,7 @@ class DDPStrategy(TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Move the module to the device and wrap it; rank 0's values go to all ranks."""
+        prepare_layers(module, self.config)
         module.to(self.root_device)
         names.repoint(optimizers, module)
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -198,7 +200,8 @@ class DDPStrategy(TorchEngine, Strategy):
 
 def _arguments(config: DDPConfig) -> dict[str, Any]:
     """Return the options as this torch's DistributedDataParallel names them."""
-    arguments = dataclasses.asdict(config)
+    # Those of its base say how layers run.
+    arguments = {name: getattr(config, name) for name in DDPConfig.__annotations__}
     if buffers_sent_count_as_changed():
         arguments["broadcast_buffers"] = False  # they are sent by a hook of ours
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.single import SingleCollectives
 from shard_core.errors import InvalidOption
+from shard_core.preparation.layers import prepare_layers
 from shard_core.strategies.config import SingleConfig
 from shard_core.strategies.plugin import SINGLE
 from shard_core.strategy import Strategy
@@ -41,6 +42,7 @@ class SingleStrategy(TorchEngine, Strategy):
 
     default_info = SINGLE
     config_type = SingleConfig
+    config: SingleConfig
     engine_backward_keywords = ("gradient", "retain_graph", "create_graph", "inputs")
 
     def engine_collectives(self, name: str | None) -> Collectives:
@@ -62,6 +64,7 @@ class SingleStrategy(TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Move the module to the device."""
+        prepare_layers(module, self.config)
         module.to(self.root_device)
         names.repoint(optimizers, module)
         return module
