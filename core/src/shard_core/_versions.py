@@ -19,8 +19,11 @@ go when torch loads values there, or offers ``load`` to ``__torch_function__``.
 ``torch.Generator._cdata``: which generator a Python object stands for; one generator can have several. Checked on
 torch 2.13.0. It can go when generators compare equal.
 
-``OpOverload._schema``: which arguments an operator writes to. Checked on torch 2.13.0. It can go when operators say
-so in public.
+``OpOverload._schema``: which arguments an operator takes and writes to. Checked on torch 2.13.0. It can go when
+operators say so in public.
+
+``torch._ops.OpOverload`` and ``HigherOrderOperator``: what an operation is. Checked on torch 2.13.0. They can go when
+torch names the classes in public.
 
 ``torch.distributed.distributed_c10d._get_default_store``: the store of a process group that somebody else made, over
 which ranks can name the absent. Checked on torch 2.13.0. It can go when a process group shows its store; a store of
@@ -64,7 +67,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,11 +96,13 @@ __all__ = [
     "buffers_sent_count_as_changed",
     "custom_policy_targets",
     "default_store",
+    "draws_random_numbers",
     "forget_tensors",
     "has_hooks",
     "identity",
     "in_backward",
     "is_compiled",
+    "is_operation",
     "is_split_over_ranks",
     "loading_values",
     "replaced_trunc_normal",
@@ -154,6 +159,16 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
+def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operator draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    arguments = operator._schema.arguments
+    given = {each.name: each.default_value for each in arguments}
+    given |= dict(zip(given, args, strict=False)) | {**kwargs}
+    return bool(given.get("dropout_p", True))
+
+
 def forget_tensors(mode: FakeTensorMode) -> None:
     """Drop the weak references a mode keeps to its tensors."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
@@ -180,6 +195,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
+def is_operation(value: object) -> bool:
+    """Return whether something is an operation with its overload, as torch's dispatcher runs it."""
+    return isinstance(value, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+
+
 def is_split_over_ranks(dataset: object) -> bool:
     """Return whether a library has given an iterable dataset one rank's share of its data."""
     return bool(getattr(getattr(dataset, "_distributed", None), "world_size", 1) != 1)
@@ -198,7 +218,8 @@ def version_of(tensor: torch.Tensor) -> int | None:
 @functools.cache
 def written_arguments(operator: Any) -> frozenset[int | str]:
     """List the arguments an operator writes to, by position and by name."""
-    arguments = enumerate(operator._schema.arguments)
+    schema = getattr(operator, "_schema", None)
+    arguments = enumerate(() if schema is None else schema.arguments)
     written = [(k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return frozenset(key for pair in written for key in pair)
 

@@ -27,7 +27,7 @@ from shard_core.fully_shard.policy import chosen_by
 from shard_core.fully_shard.precision import precision_of, wire_policy
 from shard_core.fully_shard.prefetch import set_prefetching
 from shard_core.fully_shard.sharder import FullySharder
-from shard_core.fully_shard.units import Unit, find_blocks, find_units, groups_that_part, unit_sizes, with_chosen
+from shard_core.fully_shard.units import Unit, find_units, groups_that_part, unit_sizes, with_chosen
 from shard_core.fully_shard.wrapping import ManualUnits
 from shard_core.gradients import (
     LocalGradient,
@@ -53,7 +53,8 @@ from shard_core.precision.mixed import MixedPrecision
 from shard_core.precision.policies import POLICIES
 from shard_core.precision.scaler import GradientScaler
 from shard_core.precision.true import TruePrecision
-from shard_core.preparation.activation_checkpointing import recompute
+from shard_core.preparation.layers import prepare_layers
+from shard_core.preparation.submodules import find_blocks
 from shard_core.replicas import AveragedGradients, send_values
 from shard_core.strategies.ddp import DDPStrategy
 from shard_core.strategies.single import SingleStrategy
@@ -125,7 +126,7 @@ __all__ = [
     "offload_policy",
     "plain_name",
     "precision_of",
-    "recompute",
+    "prepare_layers",
     "record",
     "scale",
     "send_values",

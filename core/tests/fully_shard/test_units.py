@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core.fully_shard.units import find_units, num_bytes, with_chosen
+from shard_core.fully_shard.units import find_units, with_chosen
+from shard_core.preparation.submodules import num_bytes
 
 WEIGHT = 10 * 10 * 4
 

@@ -43,9 +43,9 @@ def test_what_has_no_counterpart_is_refused_with_its_reason(word: str) -> None:
     [
         (
             {"limit_all_gathers": False},
-            "limit_all_gathers is False; fully_shard bounds memory in any case.*: give True",
+            "limit_all_gathers is False; fully_shard bounds memory in any case.*: leave it at True",
         ),
-        ({"use_orig_params": False}, "use_orig_params is False; .* makes no flat ones: give True, or leave it out"),
+        ({"use_orig_params": False}, "use_orig_params is False; .* makes no flat ones: leave it at True"),
         ({"state_dict_type": "sharde"}, "state_dict_type is 'sharde'; did you mean 'sharded'"),
         ({"state_dict_type": StateDictType.LOCAL_STATE_DICT}, "LOCAL_STATE_DICT.* it can be: sharded, full"),
         (

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from shard_core.parameters import plain_name
 from shard_core.errors import InvalidOption, nearest
+from shard_core.parameters import plain_name
 from shard_core.preparation.submodules import of_classes
 
 T = TypeVar("T")

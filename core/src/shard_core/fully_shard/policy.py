@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from shard_core.errors import InvalidOption
 from shard_core._versions import custom_policy_targets
+from shard_core.errors import InvalidOption
 from shard_core.preparation.submodules import has_forward, of_classes
 
 if TYPE_CHECKING:

@@ -17,19 +17,20 @@ from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
-from shard_core.fully_shard.units import Unit, num_bytes
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
 from shard_core.parameters import laid_out_like, plain_name
 from shard_core.precision.dtypes import dtype_named
+from shard_core.preparation.submodules import num_bytes
 from shard_core.replicas import AveragedGradients, send_values
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shard_core.collectives.interface import Collectives
+    from shard_core.fully_shard.units import Unit
     from shard_core.parameters import ParameterNames
     from shard_core.precision.interface import PrecisionPolicy
 

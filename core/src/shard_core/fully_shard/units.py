@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
-
-from torch import nn
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from shard_core.parameters import plain_name
+from shard_core.preparation.submodules import num_bytes, runs_of_blocks
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,7 @@ def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
         module weighs less than two units.
 
     Example:
+        >>> from torch import nn
         >>> model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(4)])
         >>> [unit.names for unit in find_units(model, unit_bytes=800)]
         [('0', '1'), ('2', '3')]
@@ -61,7 +65,7 @@ def find_units(module: nn.Module, unit_bytes: int) -> list[Unit]:
     if num_bytes(module) < 2 * unit_bytes:
         return []
     units: list[Unit] = []
-    for run in _runs_of_blocks(module):
+    for run in runs_of_blocks(module):
         units.extend(_grouped(run, unit_bytes))
     return _without_ties(module, units)
 
@@ -78,6 +82,7 @@ def unit_sizes(module: nn.Module, unit_bytes: int) -> list[int]:
         module and a single unit that come to something else.
 
     Example:
+        >>> from torch import nn
         >>> model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(8)])
         >>> [len(find_units(model, size)) for size in unit_sizes(model, 10_000)]
         [0, 8, 4]
@@ -87,19 +92,6 @@ def unit_sizes(module: nn.Module, unit_bytes: int) -> list[int]:
     for size in (unit_bytes, 1, 4 * unit_bytes, whole // 4, whole):
         found.setdefault(tuple(unit.names for unit in find_units(module, max(size, 1))), size)
     return list(found.values())
-
-
-def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """List a module's repeated blocks: the outermost runs of siblings of one class.
-
-    Args:
-        module: The whole module.
-
-    Example:
-        >>> find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Bilinear(1, 1, 1)))
-        [Linear(in_features=2, out_features=2, bias=True), Linear(in_features=2, out_features=2, bias=True)]
-    """
-    return list(dict.fromkeys(block for run in _runs_of_blocks(module) for _, block in run))
 
 
 def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequence[Unit] = ()) -> list[Unit]:
@@ -115,6 +107,7 @@ def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequenc
         All units, inner ones before those around them, none that parts a shared parameter.
 
     Example:
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
         >>> [unit.names for unit in with_chosen(model, [model[1], model[1][0], model[1][1]])]
         [('1.0',), ('1',)]
@@ -125,19 +118,6 @@ def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequenc
     rest = [[pair for pair in zip(unit.names, unit.modules, strict=True) if pair[1] not in chosen] for unit in units]
     found = [*own, *(Unit.of(blocks) for blocks in rest if blocks)]
     return _without_ties(module, sorted(found, key=lambda unit: max(order[part] for part in unit.modules)))
-
-
-def num_bytes(*modules: nn.Module) -> int:
-    """Add up the size of the parameters of some modules, each counted once.
-
-    Args:
-        modules: Modules that may share parameters.
-
-    Returns:
-        Bytes.
-    """
-    parameters = {id(p): p for module in modules for p in module.parameters()}
-    return sum(p.numel() * p.element_size() for p in parameters.values())
 
 
 def _inner_first(module: nn.Module) -> list[nn.Module]:
@@ -152,19 +132,6 @@ def _inner_first(module: nn.Module) -> list[nn.Module]:
 
     visit(module)
     return list(found)
-
-
-def _runs_of_blocks(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield, outermost first, the siblings of one class that repeat."""
-    children = [(f"{prefix}{name}", child) for name, child in module.named_children() if num_bytes(child)]
-    # Containers without a forward of their own cannot be a unit; what they hold can.
-    classes = [type(child) for _, child in children if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
-    repeated = {kind for kind in classes if classes.count(kind) > 1}
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and repeated:
-        yield [(plain_name(name), child) for name, child in children if type(child) in repeated]
-        children = [(name, child) for name, child in children if type(child) not in repeated]
-    for name, child in children:
-        yield from _runs_of_blocks(child, f"{name}.")
 
 
 def _grouped(run: Sequence[tuple[str, nn.Module]], unit_bytes: int) -> list[Unit]:

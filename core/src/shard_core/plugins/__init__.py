@@ -17,7 +17,7 @@ from shard_core.plugins.hooks import hookimpl
 from shard_core.plugins.info import StrategyInfo
 from shard_core.plugins.manager import Installed, Plugins
 from shard_core.plugins.references import load_object
-from shard_core.plugins.shared_config import PreparationOptions, checks
+from shard_core.plugins.shared_config import FullyShardOptions, LayerOptions, refuse_other_values
 from shard_core.plugins.signatures import check_signature
 from shard_core.precision.interface import PrecisionPolicy
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 __all__ = [
     "DATA_AXIS",
     "Capability",
+    "FullyShardOptions",
     "Installed",
+    "LayerOptions",
     "MeshShape",
     "Offer",
     "Option",
     "Plugins",
     "PrecisionPolicy",
-    "PreparationOptions",
     "StrategyInfo",
     "arranged",
     "check_signature",
-    "checks",
     "find",
     "find_precision",
     "hookimpl",
@@ -48,6 +48,7 @@ __all__ = [
     "options_of",
     "plugins",
     "precision_names",
+    "refuse_other_values",
 ]
 
 

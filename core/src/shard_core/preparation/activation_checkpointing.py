@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shard_core.preparation.submodules import has_forward, of_classes
+from shard_core._versions import draws_random_numbers, is_operation, written_arguments
+from shard_core.errors import InvalidOption
+from shard_core.preparation.submodules import chosen_layers
 
 if TYPE_CHECKING:
     from torch import nn
 
+_OPTION = "activation_checkpointing"
+_ANSWERS = (
+    *(CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE),
+    *(CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
+)
 
-def recompute(
-    module: nn.Module, layers: type[nn.Module] | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
-) -> None:
+
+def recompute(module: nn.Module, given: Any) -> None:
     """Checkpoint the activations of some submodules: only their inputs are kept between forward and backward.
 
     Their forwards are exchanged, nothing is wrapped: parameters keep their names, and hooks of the engine, which
@@ -25,31 +32,81 @@ def recompute(
 
     Args:
         module: The whole module.
-        layers: A class of submodules, several, or a function that decides for each submodule.
+        given: The option ``activation_checkpointing``: a class of submodules, several, or a function that decides for
+            each submodule; or these as ``"layers"`` of a dict whose ``"policy"`` says which operations inside them
+            keep their results: names of operations, or a function of torch's signature.
 
     Raises:
-        InvalidOption: If a class matches no submodule, or has no forward.
+        InvalidOption: If a class matches no submodule or has no forward, a function chooses none, or the policy names
+            what is no operation.
     """
-    for layer in _chosen(module, layers):
+    layers, policy = (given["layers"], given.get("policy")) if isinstance(given, Mapping) else (given, None)
+    recomputed = _recomputed if policy is None else _selecting(policy)
+
+    def forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Nothing in here belongs to one layer, so that compiled layers of a class share a graph.
+        return recomputed(type(layer).forward, layer, *args, **kwargs)
+
+    for layer in chosen_layers(_OPTION, layers, module):
         if "forward" in vars(layer):
             # Somebody has exchanged it before; compiled, such a layer may need a graph of its own.
-            layer.forward = functools.update_wrapper(functools.partial(_recomputed, layer.forward), layer.forward)
+            layer.forward = functools.update_wrapper(functools.partial(recomputed, layer.forward), layer.forward)
         else:
-            layer.forward = MethodType(_recomputed_forward, layer)
-
-
-def _recomputed_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Nothing in here belongs to one layer, so that compiled layers of a class share a graph.
-    return _recomputed(type(layer).forward, layer, *args, **kwargs)
+            layer.forward = MethodType(forward_of, layer)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _chosen(module: nn.Module, layers: Any) -> list[nn.Module]:
-    if isinstance(layers, type):
-        layers = [layers]
-    if isinstance(layers, Iterable):
-        return of_classes("activation_checkpointing", layers, module)
-    return [part for part in module.modules() if part is not module and has_forward(type(part)) and layers(part)]
+def _selecting(policy: Collection[Any] | Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs a forward whose operations are kept as a policy says."""
+    decide = policy if callable(policy) else _keeping(policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_decided, decide))
+
+    def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return recomputed
+
+
+def _keeping(names: Collection[str]) -> Callable[..., CheckpointPolicy]:
+    kept = frozenset(operation for name in names for operation in _named(name))
+
+    def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        del context, args, kwargs
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
+def _named(name: str) -> list[Any]:
+    """Find operations by name: ``aten.mm.default``, or ``aten.mm`` for all its overloads."""
+    found: Any = torch.ops
+    for part in name.split(".") if "." in name else ("higher_order", name):
+        found = getattr(found, part, None)
+    if is_operation(found):
+        return [found]
+    overloads = found.overloads() if hasattr(found, "overloads") else ()
+    if not overloads:
+        raise InvalidOption(
+            f"{_OPTION} has a policy that names {name!r}, which is no operation of torch.ops; name one such as "
+            "'aten.mm', or with its overload, 'aten.mm.default'."
+        )
+    return [getattr(found, overload) for overload in overloads]
+
+
+def _decided(decide: Callable[..., Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Ask a policy, except where keeping a result would change what is computed after it."""
+    answer = decide(context, operation, *args, **kwargs)
+    if isinstance(answer, bool):
+        answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+    if answer not in _ANSWERS:
+        raise InvalidOption(
+            f"{_OPTION} has a policy that answers {answer!s:.60} for {operation}; let it answer True or False, or "
+            f"{', '.join(each.name for each in _ANSWERS)} of torch.utils.checkpoint.CheckpointPolicy."
+        )
+    # What is kept does not run again: the tensor it writes to stays as it was, the generator does not move on.
+    if written_arguments(operation) or draws_random_numbers(operation, args, kwargs):
+        return CheckpointPolicy.MUST_RECOMPUTE
+    return CheckpointPolicy(answer)

@@ -6,16 +6,21 @@ import dataclasses
 
 from shard_core.errors import InvalidOption
 from shard_core.options import option
+from shard_core.plugins.shared_config import LayerOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SingleConfig:
-    """Options of ``single``: none."""
+class SingleConfig(LayerOptions):
+    """Options of ``single``: those that every engine has.
+
+    Raises:
+        InvalidOption: If a value has the wrong type or makes no sense.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DDPConfig:
-    """Options of ``ddp``, those of ``torch.nn.parallel.DistributedDataParallel``.
+class DDPConfig(LayerOptions):
+    """Options of ``ddp``: those of ``torch.nn.parallel.DistributedDataParallel``, and those that every engine has.
 
     Raises:
         InvalidOption: If a value has the wrong type or makes no sense.
@@ -29,6 +34,7 @@ class DDPConfig:
 
     def __post_init__(self) -> None:
         """Check types and values."""
+        super().__post_init__()
         if isinstance(self.bucket_cap_mb, bool) or not isinstance(self.bucket_cap_mb, int | float):
             raise InvalidOption(f"bucket_cap_mb is {self.bucket_cap_mb!r}; give a number of MiB.")
         if self.bucket_cap_mb <= 0:

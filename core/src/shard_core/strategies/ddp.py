@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.data_parallel import DDPModules
+from shard_core.preparation.layers import prepare_layers
 from shard_core.strategies.config import DDPConfig
 from shard_core.strategies.plugin import DDP
 from shard_core.strategy import Strategy
@@ -49,6 +50,7 @@ class DDPStrategy(TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Move the module to the device and wrap it; rank 0's values go to all ranks."""
+        prepare_layers(module, self.config)
         module.to(self.root_device)
         names.repoint(optimizers, module)
         return self._ddp.wrap(module)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.single import SingleCollectives
+from shard_core.preparation.layers import prepare_layers
 from shard_core.strategies.config import SingleConfig
 from shard_core.strategies.plugin import SINGLE
 from shard_core.strategy import Strategy
@@ -38,6 +39,7 @@ class SingleStrategy(TorchEngine, Strategy):
 
     default_info = SINGLE
     config_type = SingleConfig
+    config: SingleConfig
     engine_collectives_types = {"single": SingleCollectives}
     engine_backward_keywords = ("gradient", "retain_graph", "create_graph", "inputs")
 
@@ -45,6 +47,7 @@ class SingleStrategy(TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Move the module to the device."""
+        prepare_layers(module, self.config)
         module.to(self.root_device)
         names.repoint(optimizers, module)
         return module

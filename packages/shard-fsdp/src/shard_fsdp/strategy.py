@@ -14,12 +14,11 @@ from shard_core.backend import (
     TorchEngine,
     Unit,
     chosen_by,
-    find_blocks,
     find_units,
     ignored_parameters,
     offload_policy,
     precision_of,
-    recompute,
+    prepare_layers,
     set_prefetching,
     wire_policy,
     with_chosen,
@@ -59,6 +58,7 @@ class FSDPStrategy(TorchEngine, Strategy):
     def engine_mesh(self) -> DeviceMesh:
         """Arrange the ranks as the options say, by default along one axis."""
         config = self.config
+        config.check_ranks(self.world_size)
         mesh = config.build_mesh(self.root_device.type, self.local_world_size, self.options.timeout)
         # Made on the rank it serves: what it holds cannot travel there with the strategy.
         self._sharding = FullySharder(
@@ -85,7 +85,7 @@ class FSDPStrategy(TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Shard the module unit by unit, then fill its shards with their values."""
-        self._prepare(module)
+        prepare_layers(module, self.config, self._chosen(module))
         whole = ignored_parameters(module, self.config.ignored_modules, self.config.ignored_states)
         units = self._sharding.shard(
             module,
@@ -132,15 +132,6 @@ class FSDPStrategy(TorchEngine, Strategy):
         return TensorState(
             modules, optimizers, rank=self.global_rank, world_size=self.world_size, mesh=self.device_mesh
         )
-
-    def _prepare(self, module: torch.nn.Module) -> None:
-        """Change how layers run, which torch asks for before they are sharded."""
-        if self.config.activation_checkpointing is not None:
-            recompute(module, self.config.activation_checkpointing)
-        if self.config.compile is not False:
-            arguments = {} if self.config.compile is True else self.config.compile
-            for block in self._chosen(module) or find_blocks(module) or [module]:
-                block.compile(**arguments)
 
     def _units(self, module: torch.nn.Module) -> list[Unit]:
         """Form units of what is chosen and, without a policy, of what is left by bytes."""

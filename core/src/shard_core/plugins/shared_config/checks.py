@@ -9,7 +9,6 @@ from shard_core.errors import InvalidOption, nearest
 from shard_core.plugins.signatures import check_signature
 
 _PREFETCHES = ("backward_pre", "backward_post", "none")
-_FORMS = ("sharded", "full")
 _ASKED = {"module": None, "recurse": True, "nonwrapped_numel": 0}
 
 
@@ -52,6 +51,44 @@ def layers(name: str, value: Any) -> None:
         check_signature(name, value, "function(module)", None)
 
 
+def checkpointing(name: str, value: Any) -> Any:
+    """Check what chooses layers and, in a dict, which of their operations keep their results.
+
+    Args:
+        name: The option.
+        value: What the user gave.
+
+    Returns:
+        The same, operations replaced by their names: torch's do not travel between processes.
+
+    Raises:
+        InvalidOption: If it is neither, or the policy is neither operations nor a function of torch's signature.
+    """
+    if not isinstance(value, Mapping):
+        layers(name, value)
+        return value
+    for key in value:
+        if key not in ("layers", "policy"):
+            raise InvalidOption(
+                f"{name} has no {key!r}{nearest(str(key), ('layers', 'policy')) or '.'} A dict of it has 'layers', and "
+                "'policy', which says what of them is kept."
+            )
+    if value.get("layers") is None:
+        raise InvalidOption(f"{name} is a dict without 'layers'; say which: a class, a list of classes, or a function.")
+    layers(name, value["layers"])
+    policy = value.get("policy")
+    if callable(policy):
+        check_signature(f"{name}'s policy", policy, "policy(context, operation, *args, **kwargs)", None, None, None)
+    elif policy is not None and (not isinstance(policy, Collection) or isinstance(policy, str) or not policy):
+        raise InvalidOption(
+            f"{name} has the policy {policy!r:.60}; give a list of operations to keep, such as "
+            "[torch.ops.aten.mm.default] or ['aten.mm'], or a function of context, operation and its arguments."
+        )
+    else:
+        return {**value, "policy": None if policy is None else tuple(str(operation) for operation in policy)}
+    return value
+
+
 def collection(name: str, value: Any) -> None:
     """Check what lists parts of a model.
 
@@ -64,30 +101,6 @@ def collection(name: str, value: Any) -> None:
     """
     if not isinstance(value, Collection) or isinstance(value, str | Mapping):
         raise InvalidOption(f"{name} is {value!r:.60}; give a list, such as ['blocks.*.norm'].")
-
-
-def checkpoint_form(value: Any) -> str:
-    """Normalize the form of checkpoints.
-
-    Args:
-        value: What the user gave: a form, or torch's enum of state dicts.
-
-    Returns:
-        ``"sharded"`` or ``"full"``.
-
-    Raises:
-        InvalidOption: If there is no such form.
-
-    Example:
-        >>> checkpoint_form("FULL_STATE_DICT")
-        'full'
-    """
-    name = str(getattr(value, "name", value)).removesuffix("_STATE_DICT").lower()
-    if name not in _FORMS:
-        raise InvalidOption(
-            f"state_dict_type is {value!r}{nearest(name, _FORMS) or ';'} it can be: {', '.join(_FORMS)}."
-        )
-    return name
 
 
 def backward_prefetch(value: Any) -> str | int | None:

@@ -1,10 +1,10 @@
-"""The options that say what is sharded as one unit, and how modules are prepared for it."""
+"""The options that say what ``fully_shard`` shards as one unit, when it travels, in which dtype, and where it lives."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Final
 
 from shard_core.errors import InvalidOption
 from shard_core.options import option
@@ -12,15 +12,21 @@ from shard_core.plugins.shared_config import checks
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.fsdp import BackwardPrefetch
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        MixedPrecision,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
     from torch.distributed.fsdp.wrap import CustomPolicy
 
 _UNIT_BYTES: Final = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreparationOptions:
-    """What options hold of units and layers.
+class FullyShardOptions:
+    """Options of engines that shard with ``shard_core.backend.FullySharder``.
 
     Raises:
         InvalidOption: If a value has the wrong type or makes no sense, or another leaves it without effect.
@@ -33,12 +39,6 @@ class PreparationOptions:
         option(
             None, "which submodules are units, instead of unit_bytes: their classes, or a policy of torch's signature"
         )
-    )
-    activation_checkpointing: type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool] | None = (
-        option(None, "submodules that compute their activations again in backward: their class, classes, or a function")
-    )
-    compile: bool | Mapping[str, Any] = option(
-        False, "compile each block (each unit one has chosen) with torch.compile; or arguments for it"
     )
     ignored_modules: Collection[nn.Module | type[nn.Module] | str] = option(
         (), "submodules whose parameters stay whole on every rank: names (* for one part), classes, or themselves"
@@ -57,7 +57,15 @@ class PreparationOptions:
     param_init_fn: Callable[[nn.Module], object] | None = option(
         None, "initialises what a submodule has on the meta device, where it was not built in module_init_context()"
     )
-    sync_module_states: bool = option(True, "start every rank from rank 0's values; there is no other way")
+    reshard_after_forward: bool | None = option(
+        None, "free whole parameters between forward and backward; None does so for all but the root's"
+    )
+    cpu_offload: bool | CPUOffload | OffloadPolicy | None = option(
+        None, "keep shards, gradients and optimizer state in host memory, and step them there"
+    )
+    mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = option(
+        None, "dtypes in which parameters and gradients travel and products are computed; None follows precision"
+    )
 
     @property
     def gathered_in_backward(self) -> int | None:
@@ -78,12 +86,6 @@ class PreparationOptions:
                 f"unit_bytes is {self.unit_bytes}, but auto_wrap_policy says which submodules are units; leave one of "
                 "them out."
             )
-        checks.layers("activation_checkpointing", self.activation_checkpointing)
-        if not isinstance(self.compile, bool | Mapping):
-            raise InvalidOption(
-                f"compile is {self.compile!r:.60}; give True, False, or arguments of torch.compile such as "
-                "{'mode': 'max-autotune'}."
-            )
         for name in ("ignored_modules", "ignored_states"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, ())
@@ -95,8 +97,7 @@ class PreparationOptions:
             )
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise InvalidOption(f"param_init_fn is {self.param_init_fn!r:.60}; give a function of a module.")
-        if self.sync_module_states is not True:
-            raise InvalidOption(
-                f"sync_module_states is {self.sync_module_states!r}; a model of different values is nobody's, so "
-                "all ranks start from rank 0's: leave it out."
-            )
+        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
+            raise InvalidOption(f"reshard_after_forward is {self.reshard_after_forward!r}; give True, False or None.")
+        object.__setattr__(self, "cpu_offload", checks.offload(self.cpu_offload))
+        checks.mixed_precision(self.mixed_precision)

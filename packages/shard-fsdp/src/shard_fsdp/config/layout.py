@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shard_core import InvalidOption
-from shard_core.plugins import DATA_AXIS, MeshShape, arranged, nearest, option
+from shard_core.plugins import DATA_AXIS, FullyShardOptions, MeshShape, arranged, nearest, option
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -48,7 +48,7 @@ _ARRANGEMENTS: Final = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutOptions:
+class LayoutOptions(FullyShardOptions):
     """Options that say how ranks share the model.
 
     Raises:
@@ -74,21 +74,10 @@ class LayoutOptions:
         "(copies, ranks that shard each), either or both of them 'auto'; or torch's mesh of all ranks; None makes one "
         "copy",
     )
-    data_parallel_size: int | Literal["auto"] = option(
-        "auto", "ranks that see different data: all of them; another number is an error"
-    )
-    reshard_after_forward: bool | None = option(
-        None, "free whole parameters between forward and backward; None does so for all but the root's"
-    )
 
     def __post_init__(self) -> None:
         """Check types and values."""
-        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
-            raise InvalidOption(f"reshard_after_forward is {self.reshard_after_forward!r}; give True, False or None.")
-        if self.data_parallel_size != "auto" and not _is_count(self.data_parallel_size):
-            raise InvalidOption(
-                f"data_parallel_size is {self.data_parallel_size!r}; give a number of ranks from 1 up, or 'auto'."
-            )
+        super().__post_init__()
         if self.device_mesh is not None:
             object.__setattr__(self, "device_mesh", _checked_mesh(self.device_mesh))
         if self.sharding_strategy is not None:
@@ -123,9 +112,6 @@ class LayoutOptions:
         Raises:
             InvalidOption: If sizes do not fit the number of ranks.
         """
-        import torch.distributed as dist
-
-        MeshShape({DATA_AXIS: self.data_parallel_size}).fitted(dist.get_world_size())
         asked = self.device_mesh or self._arrangement.sizes
         if asked is None:
             return MeshShape({DATA_AXIS: "auto"}).build(device_type)

@@ -1,17 +1,56 @@
-"""Keywords of torch's own FSDP that have no option of their own here, each with the reason."""
+"""Keywords of torch's own FSDP, and of strategies elsewhere, that leave nothing to choose, each with the reason."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import dataclasses
+from typing import TYPE_CHECKING, Final, Literal
+
+from shard_core import InvalidOption
+from shard_core.plugins import DATA_AXIS, MeshShape, option, refuse_other_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Options that people pass because torch's older wrapper needs them; the engine knows one value of each.
-ALWAYS: Final[Mapping[str, tuple[bool, str]]] = {
-    "limit_all_gathers": (True, "fully_shard bounds memory in any case, without making the host wait"),
-    "use_orig_params": (True, "fully_shard keeps every parameter under its own name and makes no flat ones"),
+_ALWAYS: Final[Mapping[str, str]] = {
+    "limit_all_gathers": "fully_shard bounds memory in any case, without making the host wait",
+    "use_orig_params": "fully_shard keeps every parameter under its own name and makes no flat ones",
+    "sync_module_states": "a model of different values is nobody's, so all ranks start from rank 0's",
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SingleValuedOptions:
+    """Options that people pass because they are needed elsewhere; the engine knows one value of each.
+
+    Raises:
+        InvalidOption: If one has another value.
+    """
+
+    limit_all_gathers: bool = option(True, "always so: memory is bounded without making the host wait")
+    use_orig_params: bool = option(True, "always so: parameters keep their names and are never flattened")
+    sync_module_states: bool = option(True, "start every rank from rank 0's values; there is no other way")
+    data_parallel_size: int | Literal["auto"] = option(
+        "auto", "ranks that see different data: all of them; another number is an error"
+    )
+
+    def __post_init__(self) -> None:
+        """Check values; how many ranks there are is known when they are."""
+        refuse_other_values(self, _ALWAYS)
+        size = self.data_parallel_size
+        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise InvalidOption(f"data_parallel_size is {size!r}; give a number of ranks from 1 up, or 'auto'.")
+
+    def check_ranks(self, world_size: int) -> None:
+        """Check that all ranks see different data.
+
+        Args:
+            world_size: How many there are.
+
+        Raises:
+            InvalidOption: If ``data_parallel_size`` is another number.
+        """
+        MeshShape({DATA_AXIS: self.data_parallel_size}).fitted(world_size)
+
 
 #: Keywords of torch's ``FullyShardedDataParallel`` and ``fully_shard``, and of strategies elsewhere.
 REFUSED: Final[Mapping[str, str]] = {

@@ -1,0 +1,97 @@
+"""Which operations inside checkpointed layers keep their results, and what no policy can be."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from shard_core import InvalidOption, get_strategy
+
+PRODUCT = torch.ops.aten.addmm
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layer": nn.Linear}, "activation_checkpointing has no 'layer'; did you mean 'layers'"),
+        ({"policy": [PRODUCT]}, "activation_checkpointing is a dict without 'layers'; say which"),
+        ({"layers": "Linear"}, "activation_checkpointing is 'Linear'; give a class of modules"),
+        ({"layers": nn.Linear, "policy": "aten.mm"}, "has the policy 'aten.mm'; give a list of operations to keep"),
+        ({"layers": nn.Linear, "policy": []}, r"has the policy \[\]; give a list of operations to keep"),
+        ({"layers": nn.Linear, "policy": len}, r"policy is called as policy\(context, operation, \*args, \*\*kwargs\)"),
+    ],
+)
+def test_what_is_no_dict_of_it_gets_a_sentence(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        get_strategy("single", activation_checkpointing=given)
+
+
+@pytest.mark.parametrize("name", ["aten.nope", "nope.mm", "mm", "aten", "aten.mm.nope", "3"])
+def test_what_is_no_operation_gets_a_sentence(name: str) -> None:
+    given = {"layers": nn.Linear, "policy": [name]}
+    message = f"names '{name}', which is no operation of torch.ops; name one"
+    strategy = get_strategy("single", accelerator="cpu", activation_checkpointing=given)
+    with strategy, pytest.raises(InvalidOption, match=message):
+        strategy.setup_module(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_operations_travel_to_other_processes_by_name() -> None:
+    given = {"layers": nn.Linear, "policy": [PRODUCT.default, torch.ops.aten.mm, "aten.bmm"]}
+    strategy = get_strategy("single", activation_checkpointing=given)
+    travelled = pickle.loads(pickle.dumps(strategy.config))
+    assert travelled.activation_checkpointing["policy"] == ("aten.addmm.default", "aten.mm", "aten.bmm")
+
+
+def answering(answer: Any) -> Any:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+        del context, operation, args, kwargs
+        return answer
+
+    return policy
+
+
+@pytest.mark.parametrize("answer", [None, "save", *(each for each in CheckpointPolicy if "CPU" in each.name)])
+def test_an_answer_that_would_do_nothing_is_refused(answer: Any) -> None:
+    given = {"layers": nn.Linear, "policy": answering(answer)}
+    with get_strategy("single", accelerator="cpu", activation_checkpointing=given) as strategy:
+        model = strategy.setup_module(nn.Sequential(nn.Linear(2, 2)))
+        with pytest.raises(InvalidOption, match=r"has a policy that answers .* for aten\..*; let it answer True or"):
+            model(torch.ones(1, 2))
+
+
+class Written(nn.Module):
+    """Writes in place, where nothing of a product is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(4)
+        total.add_(self.mix(x).tanh().sum(0))
+        return total * total
+
+
+def gradients(**options: Any) -> list[torch.Tensor]:
+    with get_strategy("single", accelerator="cpu", **options) as strategy:
+        strategy.seed_everything(0)
+        model = strategy.setup_module(nn.Sequential(Written()))
+        strategy.backward(model(torch.ones(3, 4)).sum(), model)
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def write_in_place(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+    del context, args, kwargs
+    return operation is torch.ops.aten.add_.Tensor
+
+
+def test_what_writes_in_place_runs_again_whatever_a_policy_says() -> None:
+    found = gradients(activation_checkpointing={"layers": Written, "policy": write_in_place})
+    truth = gradients()
+    assert len(found) == len(truth) == 2
+    assert all(torch.equal(each, true) for each, true in zip(found, truth, strict=True))
