@@ -28,6 +28,7 @@ class Accumulation:
         self._denominator: torch.Tensor | None = None
         self._loss_scale = 1.0
         self._backwards = 0
+        self._shown = False
         self._final = False
         self._finite = True
 
@@ -112,13 +113,21 @@ class Accumulation:
             factor *= data.size / total
         return factor
 
-    def reset_if_discarded(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Reset if the gradients of earlier backwards were zeroed without a step.
+    def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record, after a backward, whether there are gradients to be seen: an engine may have deferred them.
 
         Args:
-            parameters: Whose gradients; the engine must show those of every backward.
+            parameters: Whose gradients.
         """
-        if self._backwards and all(parameter.grad is None for parameter in parameters):
+        self._shown = _has_gradients(parameters)
+
+    def reset_if_discarded(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Reset if the gradients of earlier backwards were to be seen and are gone without a step.
+
+        Args:
+            parameters: Whose gradients.
+        """
+        if self._shown and not _has_gradients(parameters):
             self.reset()
 
     def reset(self) -> None:
@@ -126,5 +135,10 @@ class Accumulation:
         self._denominator = None
         self._loss_scale = 1.0
         self._backwards = 0
+        self._shown = False
         self._final = False
         self._finite = True
+
+
+def _has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    return any(parameter.grad is not None for parameter in parameters)

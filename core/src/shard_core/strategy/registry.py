@@ -35,8 +35,8 @@ class SetUpModule:
         unstepped: What gradients still need while there is no optimizer.
         frozen: Parameters that must stay frozen because they were at setup, by name.
         dims_changed: Whether setup has left parameters with other numbers of dims.
-        deferring: Whether its backwards keep gradients on this rank just now.
-        gradients_deferred: Whether the last backward did: an engine may show no ``.grad`` until the next sync.
+        inside_no_sync: Whether ``no_backward_sync`` is entered just now.
+        last_inside: Whether the last backward stood inside, so that no step may follow, whatever the engine deferred.
     """
 
     module: nn.Module
@@ -50,8 +50,8 @@ class SetUpModule:
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     dims_changed: bool = False
-    deferring: bool = False
-    gradients_deferred: bool = False
+    inside_no_sync: bool = False
+    last_inside: bool = False
 
     def accumulations(self) -> Iterator[tuple[Iterable[torch.Tensor], Accumulation]]:
         """Yield parameters and what their gradients still need: each optimizer's, or else the module's."""
@@ -61,15 +61,15 @@ class SetUpModule:
             yield self.module.parameters(), self.unstepped
 
     def check_averaged(self) -> None:
-        """Check that gradients have been averaged over ranks.
+        """Check that gradients have been averaged over ranks, alike whether the engine has deferred that or not.
 
         Raises:
-            SetupError: If the last backward has left them on their rank.
+            SetupError: If the last backward stood inside ``no_backward_sync``.
         """
-        if self.gradients_deferred:
+        if self.last_inside:
             raise SetupError(
-                "the last backward was inside no_backward_sync, so gradients have not been averaged over ranks; run "
-                "the last one before a step outside: no_backward_sync(model, enabled=not last)."
+                "the last backward was inside no_backward_sync, which leaves averaging gradients over ranks to a later "
+                "one; run the last one before a step outside: no_backward_sync(model, enabled=not last)."
             )
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:

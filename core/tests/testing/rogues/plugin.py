@@ -18,6 +18,9 @@ _METADATA: dict[str, dict[str, Any]] = {
     "counts_steps_together": {"presets": {"find_unused_parameters": True}},
     "boasts_meta_init": {"capabilities": DDP.capabilities | {Capability.META_INIT}},
     "takes_what_comes": {"capabilities": frozenset(Capability) - {Capability.META_INIT, Capability.CPU_OFFLOAD}},
+    "defers_in_silence": {"capabilities": DDP.capabilities - {Capability.DEFER_SYNC}},
+    "repeats_itself": {"capabilities": DDP.capabilities - {Capability.DEFER_SYNC}},
+    "refuses_to_defer": {"capabilities": DDP.capabilities - {Capability.DEFER_SYNC}},
     "hides_clip_value": {"capabilities": DDP.capabilities - {Capability.CLIP_VALUE}},
     "refuses_by_name": {"capabilities": DDP.capabilities - {Capability.ANY_OPTIMIZER}},
     "hides_sync_grads": {"capabilities": DDP.capabilities - {Capability.SYNC_GRADS}},
@@ -51,6 +54,7 @@ FACTORIES = {
     **_at("step", "summed", "rescaled", "fills_missing_gradients", "loses_deferred", "defers_nothing"),
     **_at("step", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),
     **_at("step", "ignores_gradient", "averages_forwards_alone", "trains_the_unfrozen_alone"),
+    **_at("step", "defers_in_silence", "repeats_itself", "refuses_to_defer", "steps_inside"),
     **_at("step", "ignores_clip_value", "passes_non_finite", "scaled_norm", "resets_learning_rate"),
     **_at(
         "step",
