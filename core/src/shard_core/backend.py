@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shard_core.checkpoint.format.box import Box
 from shard_core.checkpoint.state.named_state import HeldSlot, NamedState
-from shard_core.checkpoint.state.names import NamedTensors
+from shard_core.checkpoint.state.names import ModuleTensors, NamedTensors
 from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
 from shard_core.checkpoint.state.optimizer_state import OptimizerTensors
 from shard_core.checkpoint.state.ownership import Ownership
@@ -46,6 +46,7 @@ from shard_core.launcher.interface import Launcher, ProcessInfo
 from shard_core.mesh import DataRanks
 from shard_core.optim.kernels import fast_step
 from shard_core.optim.local_step import local_step
+from shard_core.optim.owned_step import owned_step
 from shard_core.parameters import ParameterNames, laid_out_like, local_part, plain_name
 from shard_core.precision.dtypes import check_module, convert_input, convert_module, dtype_named
 from shard_core.precision.interface import Precision
@@ -82,6 +83,7 @@ __all__ = [
     "ManualUnits",
     "Materializer",
     "MixedPrecision",
+    "ModuleTensors",
     "NamedState",
     "NamedTensors",
     "NoInferenceMode",
@@ -124,6 +126,7 @@ __all__ = [
     "local_step",
     "needs_values",
     "offload_policy",
+    "owned_step",
     "plain_name",
     "precision_of",
     "prepare_layers",

@@ -43,6 +43,8 @@ class StrategyCollectives(StrategyStep):
     def all_reduce(self, tensor: Any, group: Group = None, reduce_op: Reduction = "mean") -> Any:
         """Reduce a tensor over ranks into a new tensor, the same on each; of a structure, every leaf.
 
+        Every rank of the group calls this.
+
         Args:
             tensor: Any shape, the same on every rank; a number becomes a 0-d tensor. Or dicts, lists, tuples and
                 dataclasses of these, however deep, with the same keys on every rank.
@@ -60,7 +62,7 @@ class StrategyCollectives(StrategyStep):
         return self._reduced("all_reduce", tensor, group, reduce_op)
 
     def reduce(self, tensor: T, group: Group = None, reduce_op: Reduction = "mean") -> T:
-        """Reduce a tensor or a structure as ``all_reduce`` does; any other value is returned as it is.
+        """Reduce a tensor or a structure as ``all_reduce`` does, by every rank's call; return other values as they are.
 
         Args:
             tensor: What to reduce.
@@ -84,7 +86,7 @@ class StrategyCollectives(StrategyStep):
     def all_gather(self, tensor: Nested, group: Group = None, sync_grads: bool = False) -> Any: ...
 
     def all_gather(self, tensor: Any, group: Group = None, sync_grads: bool = False) -> Any:
-        """Collect a tensor from every rank; of a structure, every leaf.
+        """Collect a tensor from every rank of the group, each of which calls this; of a structure, every leaf.
 
         Args:
             tensor: As for ``all_reduce``.
@@ -152,7 +154,7 @@ class StrategyCollectives(StrategyStep):
         return gather.gather(data, drawn, objects=use_gather_object)  # type: ignore[no-any-return]  # as was given
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Broadcast an object of one rank to all.
+        """Broadcast an object of one rank to all; every rank calls this.
 
         JSON values, tuples, bytes, tensors and arrays of numbers travel as such: dense tensors come to this rank's
         device if they were on one, elements in order. An object that consists of anything else is pickled.
@@ -172,7 +174,7 @@ class StrategyCollectives(StrategyStep):
         return self.collectives.broadcast_any(obj, src)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank.
+        """Wait until every rank has called this.
 
         Args:
             name: What the ranks meet for; shown when one does not come.

@@ -30,7 +30,7 @@ class StrategySetup(StrategyLifecycle):
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build modules inside: cheaply where the engine shards, and with the values of a plain build.
+        """Build modules inside: cheaply where the engine shards, and with the values of a plain build; all ranks enter.
 
         Args:
             empty_init: True promises that a checkpoint will fill every value, so none need be computed.
@@ -56,7 +56,7 @@ class StrategySetup(StrategyLifecycle):
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
-        """Move a module and its optimizers to this strategy's devices, shards and dtypes.
+        """Move a module and its optimizers to this strategy's devices, shards and dtypes; every rank calls this.
 
         Args:
             module: Not yet set up.
@@ -87,7 +87,7 @@ class StrategySetup(StrategyLifecycle):
         return self._set_up(module, list(optimizers)), list(optimizers)
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Set up a module alone, for inference or for an optimizer that comes later.
+        """Set up a module alone, for inference or for an optimizer that comes later; every rank calls this.
 
         Args:
             module: Not yet set up.
@@ -99,7 +99,7 @@ class StrategySetup(StrategyLifecycle):
         return self._set_up(module, [])
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Set up an optimizer whose module was set up before.
+        """Set up an optimizer whose module was set up before; every rank calls this.
 
         Args:
             optimizer: Over the module's parameters as they were before or as they are now.
@@ -128,7 +128,7 @@ class StrategySetup(StrategyLifecycle):
         split_batches: bool = False,
         shard_stream: bool | None = None,
     ) -> ShardedLoader:
-        """Return a loader of this data-parallel rank's share of the data, on its device.
+        """Return a loader of this data-parallel rank's share of the data, on its device; every rank calls this.
 
         Args:
             loader: A loader over all data; its batch size is that of one rank.

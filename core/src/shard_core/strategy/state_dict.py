@@ -25,6 +25,8 @@ class StrategyStateDict(StrategyCollectives):
     def module_state_dict(self, module: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
         """Return a module's parameters and persistent buffers under the user's own names.
 
+        Every rank calls this if ``full``; what is on a rank it may ask for alone.
+
         Args:
             module: What setup returned.
             full: Full tensors in host memory on rank 0 and nothing on other ranks; False for what
@@ -90,7 +92,7 @@ class StrategyStateDict(StrategyCollectives):
         return found | {alias: found[name] for alias, name in tied.items() if full and name in found}
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer, full: bool = True) -> dict[str, Any]:
-        """Return an optimizer's state by parameter name, in the layout of torch's own optimizer state dicts.
+        """Return an optimizer's state by parameter name, as torch's own state dicts do; every rank calls this.
 
         Args:
             optimizer: One that was set up.
@@ -116,7 +118,7 @@ class StrategyStateDict(StrategyCollectives):
         return {"state": slots, "param_groups": [dict(group) for group in record.groups]}
 
     def full_parameters(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a module's full parameters and buffers in host memory, a few at a time, on every rank.
+        """Yield a module's full parameters and buffers in host memory, a few at a time; every rank iterates to the end.
 
         Args:
             module: What setup returned.

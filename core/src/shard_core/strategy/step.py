@@ -64,7 +64,7 @@ class StrategyStep(StrategySetup):
         denominator: float | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the gradients of a loss, averaged over data-parallel ranks and summed over calls.
+        """Add the gradients of a loss, averaged over data-parallel ranks and summed over calls; every rank calls this.
 
         Nothing is divided by the number of micro-batches: divide the loss, as everywhere. With a
         denominator the loss is a sum, and the gradients become those of
@@ -114,7 +114,7 @@ class StrategyStep(StrategySetup):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Scale an optimizer's gradients down so that their global norm is at most ``max_norm``.
+        """Scale an optimizer's gradients down so that their global norm is at most ``max_norm``; every rank calls this.
 
         Args:
             module: What setup returned.
@@ -147,7 +147,7 @@ class StrategyStep(StrategySetup):
         return norm
 
     def clip_gradients_value(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clamp every element of an optimizer's gradients to ``[-clip_val, clip_val]``.
+        """Clamp every element of an optimizer's gradients to ``[-clip_val, clip_val]``; every rank calls this.
 
         Args:
             module: What setup returned.
@@ -162,7 +162,7 @@ class StrategyStep(StrategySetup):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> bool:
-        """Step an optimizer, unless a gradient scaler found an overflow on any rank.
+        """Step an optimizer, unless a gradient scaler found an overflow on any rank; every rank calls this.
 
         Waits until an async save has copied what the step changes.
 

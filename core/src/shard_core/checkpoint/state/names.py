@@ -44,6 +44,15 @@ class ModuleTensors:
 
     Raises:
         CheckpointError: If the module keeps state that is no tensor, or two tensors would share a name.
+
+    Example:
+        >>> tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        >>> tied[1].weight = tied[0].weight
+        >>> tensors = ModuleTensors("model", tied)
+        >>> list(tensors.tensors), tensors.aliases
+        (['0.weight'], {'1.weight': '0.weight'})
+        >>> tensors.name_of(tied[1].weight), tensors.shape_of("0.weight")
+        ('0.weight', (3, 3))
     """
 
     def __init__(
