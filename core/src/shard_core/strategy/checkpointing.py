@@ -107,6 +107,7 @@ class StrategyCheckpointing(StrategyStateDict):
 
         try:
             (tensors, values), answers = self._prepared("saving", path, collect, say)
+            tensors.exchange(self.collectives)
         except CollectiveError:
             raise
         except ShardError:
@@ -189,7 +190,7 @@ class StrategyCheckpointing(StrategyStateDict):
         # Only now: a data loader's state is a collective of all ranks, and one of them may have raised above.
         contents.back_up()
         tensors = contents.modules or contents.optimizers
-        asked = self.engine_state(contents.modules, contents.optimizers) if tensors else None
+        asked = self._exchanged_state(contents.modules, contents.optimizers) if tensors else None
         # Checked with all else: a value found lacking after the tensors were filled would come too late.
         values = contents.value_names - {PRECISION_KEY}
 

@@ -31,7 +31,7 @@ class Engine(abc.ABC):
     ``engine_seed``; then per module ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an
     optimizer that comes later; per step ``engine_defers_sync``, ``engine_no_sync``, ``engine_backward``,
     ``engine_gradients``, ``engine_look`` and ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at
-    the end. Arguments were checked before. ``engine_worth_trying`` stands apart: it is asked before anything is started.
+    the end. Arguments were checked before. ``engine_worth_trying`` stands apart: nothing has been started then.
 
     Six members may exchange messages between ranks, because core calls them on every rank in the same order, or on
     none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_gradients`` and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +77,7 @@ class StrategyStateDict(StrategyCollectives):
         parameters = [parameter for place, parameter in enumerate(factors) if place in reached]
         gradients = _Gradients(parameters, {})
         gradients.take()
-        state = self.engine_state({"model": known.module}, {"gradients": gradients})
+        state = self._exchanged_state({"model": known.module}, {"gradients": gradients})
         factor_of = {
             name: factors[parameter]
             for name, parameter in zip(state.optimizers()["gradients"].names, parameters, strict=True)
@@ -103,7 +103,7 @@ class StrategyStateDict(StrategyCollectives):
             ``{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
         """
         known = self._registry.owner(optimizer)
-        state = self.engine_state({"model": known.module}, {"optimizer": optimizer})
+        state = self._exchanged_state({"model": known.module}, {"optimizer": optimizer})
         record = state.optimizers()["optimizer"]
         slots: dict[str, dict[str, Any]] = {}
         pairs = full_tensors(state, self.collectives, prefix=OPTIMIZER) if full else _local_tensors(state)
@@ -129,6 +129,14 @@ class StrategyStateDict(StrategyCollectives):
         state = self.engine_state({"model": self._registry.of(module).module}, {})
         for key, tensor in full_tensors(state, self.collectives):
             yield name_in(key), tensor
+
+    def _exchanged_state(
+        self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> TrainingState:
+        """Describe modules and optimizers, with what ranks must know of one another; every rank calls this."""
+        state = self.engine_state(modules, optimizers)
+        state.exchange(self.collectives)
+        return state
 
 
 class _Gradients(torch.optim.Optimizer):

@@ -76,14 +76,9 @@ class Owner:
     def state(self, owned: Any = None) -> TensorState:
         rank, size = self.coordinator.rank, self.coordinator.world_size
         modules, optimizers = {"model": self.module}, {"optimizer": self.optimizer}
-        return TensorState(
-            modules,
-            optimizers,
-            rank=rank,
-            world_size=size,
-            owned=owned or self.owns,
-            coordinator=self.coordinator,
-        )
+        state = TensorState(modules, optimizers, rank=rank, world_size=size, owned=owned or self.owns)
+        state.exchange(self.coordinator)
+        return state
 
     def save(self, path: Any, **options: Any) -> None:
         io = ShardedCheckpointIO()
@@ -234,7 +229,9 @@ def test_what_one_owner_cannot_save_is_refused_on_every_rank():
     ] * 2
 
 
-def test_owned_needs_a_coordinator():
+def test_owners_exchange_before_they_answer():
     module, optimizer = built("adamw")
-    with pytest.raises(CheckpointError, match="`owned` needs a coordinator"):
-        TensorState({"model": module}, {"optimizer": optimizer}, rank=0, world_size=1, owned=lambda _: True)
+    state = TensorState({"model": module}, {"optimizer": optimizer}, rank=0, world_size=1, owned=lambda _: True)
+    for answer in (state.shards, state.optimizers):
+        with pytest.raises(CheckpointError, match=r"call exchange\(coordinator\) on every rank first"):
+            answer()

@@ -93,8 +93,7 @@ class Zero1Strategy(TorchEngine, Strategy):
     ) -> TrainingState:
         for optimizer in optimizers.values():
             self._shard(optimizer)
-        rank, world_size, talk = self.global_rank, self.world_size, self.collectives
-        return TensorState(modules, optimizers, rank=rank, world_size=world_size, owned=self._owns, coordinator=talk)
+        return TensorState(modules, optimizers, rank=self.global_rank, world_size=self.world_size, owned=self._owns)
 
     def engine_teardown(self) -> None:
         self._ddp.teardown()

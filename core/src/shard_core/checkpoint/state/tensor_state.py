@@ -39,11 +39,11 @@ class TensorState(NamedState):
         mesh: The mesh of all ranks, needed where some tensors live on a part of it.
         flat_part: Returns what this rank holds of a parameter that is sharded flat over all ranks; None for others.
         owned: Returns whether this rank keeps the optimizer's state of a parameter; at least one rank does. None if
-            every rank keeps that of all, or of its shards. What owners have is exchanged here, once.
-        coordinator: How ranks talk, such as the strategy's ``collectives``; needed with ``owned``.
+            every rank keeps that of all, or of its shards. What owners have is known on all ranks after ``exchange``.
 
     Raises:
-        CheckpointError: If names clash, an optimizer steps what no module here has, or a parameter has no owner.
+        CheckpointError: If names clash, an optimizer steps what no module here has, or ``owned`` comes with
+            ``flat_part``: it is for whole parameters.
 
     Example:
         >>> import torch
@@ -63,20 +63,26 @@ class TensorState(NamedState):
         mesh: DeviceMesh | None = None,
         flat_part: Callable[[torch.Tensor], FlatPart | None] | None = None,
         owned: Callable[[torch.Tensor], bool] | None = None,
-        coordinator: Coordinator | None = None,
     ) -> None:
         self._rank, self._world_size, self._mesh = rank, world_size, mesh
         self._tensors = {key: ModuleTensors(key, module, flat_part) for key, module in modules.items()}
         super().__init__(self._tensors, optimizers, owned=owned)
+        if owned is not None and flat_part is not None:
+            raise CheckpointError(
+                "`owned` is for whole parameters and `flat_part` for parts of them; give one."
+            )
         self._owned: OwnedSlots | None = None
-        if owned is not None and optimizers:
-            if coordinator is None or flat_part is not None:
-                raise CheckpointError("`owned` needs a coordinator, and is for whole parameters: give no flat_part.")
+        self._exchanges = owned is not None and bool(optimizers)
+
+    def exchange(self, coordinator: Coordinator) -> None:
+        """Exchange what owners have of optimizer state."""
+        if self._exchanges:
             self._owned = OwnedSlots(self._optimizers, coordinator)
 
     def optimizers(self) -> dict[str, OptimizerRecord]:
         """Describe the optimizers, with the scalars that owners keep."""
         records = super().optimizers()
+        self._check_exchanged()
         if self._owned is None:
             return records
         return {key: dataclasses.replace(each, scalars=self._owned.scalars[key]) for key, each in records.items()}
@@ -89,6 +95,7 @@ class TensorState(NamedState):
 
     def shards(self) -> list[TensorShard]:
         """List this rank's shard of every tensor, copies of replicas included."""
+        self._check_exchanged()
         ownership = Ownership(self._rank, self._world_size, self._mesh)
         shards = []
         for module, tensors in self._tensors.items():
@@ -108,6 +115,12 @@ class TensorState(NamedState):
                 else [ownership.shard(held.key, held.tensor, stepped=True)]
             )
         return shards
+
+    def _check_exchanged(self) -> None:
+        if self._exchanges and self._owned is None:
+            raise CheckpointError(
+                "optimizer state is on its owners; call exchange(coordinator) on every rank first."
+            )
 
 
 def _shards_of_part(key: str, part: FlatPart, values: torch.Tensor) -> list[TensorShard]:

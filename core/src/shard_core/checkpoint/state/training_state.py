@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
     from shard_core.checkpoint.state.shard import TensorShard
+    from shard_core.coordinator import Coordinator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class Slot:
 class TrainingState(abc.ABC):
     """The modules and optimizers of one save or one load, as boxes of full tensors.
 
-    Keys are those ``KeySpace`` gives. Order of calls, on every rank: to save, ``shards``, ``aliases``
-    and ``optimizers``; to load, ``prepare_load``, then ``shards``, ``aliases`` and ``optimizers``, whose
+    Keys are those ``KeySpace`` gives. Order of calls, on every rank: first ``exchange``; to save, ``shards``,
+    ``aliases`` and ``optimizers``; to load, ``prepare_load``, then ``shards``, ``aliases`` and ``optimizers``, whose
     answers are compared with the checkpoint, and ``check_load``; only when that went well are the shards' views
     filled, and ``finish_load`` comes last. An object serves one save or one load.
     """
@@ -55,6 +56,16 @@ class TrainingState(abc.ABC):
     @abc.abstractmethod
     def modules(self) -> Sequence[str]:
         """The user's names for the modules."""
+
+    def exchange(self, coordinator: Coordinator) -> None:  # noqa: B027 - most states know all by themselves
+        """Exchange what ranks must know of one another to answer for optimizers; every rank calls this.
+
+        Args:
+            coordinator: How ranks talk.
+
+        Raises:
+            CheckpointError: On every rank, if what they hold does not make up a whole.
+        """
 
     @abc.abstractmethod
     def shards(self) -> list[TensorShard]:
