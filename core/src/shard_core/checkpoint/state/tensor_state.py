@@ -68,9 +68,7 @@ class TensorState(NamedState):
         self._tensors = {key: ModuleTensors(key, module, flat_part) for key, module in modules.items()}
         super().__init__(self._tensors, optimizers, owned=owned)
         if owned is not None and flat_part is not None:
-            raise CheckpointError(
-                "`owned` is for whole parameters and `flat_part` for parts of them; give one."
-            )
+            raise CheckpointError("`owned` is for whole parameters and `flat_part` for parts of them; give one.")
         self._owned: OwnedSlots | None = None
         self._exchanges = owned is not None and bool(optimizers)
 
@@ -118,9 +116,7 @@ class TensorState(NamedState):
 
     def _check_exchanged(self) -> None:
         if self._exchanges and self._owned is None:
-            raise CheckpointError(
-                "optimizer state is on its owners; call exchange(coordinator) on every rank first."
-            )
+            raise CheckpointError("optimizer state is on its owners; call exchange(coordinator) on every rank first.")
 
 
 def _shards_of_part(key: str, part: FlatPart, values: torch.Tensor) -> list[TensorShard]:
