@@ -47,6 +47,22 @@ def first_backward(deferred: bool) -> str:
         return "no error"
 
 
+def leave_out_what_was_used() -> str:
+    with get_strategy("ddp", static_graph=True) as strategy:
+        model = strategy.setup_module(TwoHeads())
+        strategy.backward(squares(model(torch.ones(2, 6))), model)
+        try:
+            strategy.backward(model(torch.ones(2, 6))[0].sum(), model)
+        except SetupError as error:
+            return str(error)
+        return "no error"
+
+
+def test_a_graph_that_is_not_static_is_refused_before_a_step(worlds: Any) -> None:
+    for message in worlds(2).run(leave_out_what_was_used):
+        assert "this loss reached 4 of them where the first one reached 6" in message
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_unused_parameters_are_named_before_a_step(worlds: Any, deferred: bool) -> None:
     for message in worlds(2).run(first_backward, deferred):
