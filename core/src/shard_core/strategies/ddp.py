@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.collectives.process_group import ProcessGroupCollectives
-from shard_core.data_parallel import DDPModules
+from shard_core.data_parallel.ddp_modules import DDPModules
 from shard_core.errors import InvalidOption
 from shard_core.strategies.config import DDPConfig
 from shard_core.strategies.plugin import DDP
