@@ -33,10 +33,6 @@ our own would need another open port, and would die with rank 0 while others sti
 ``torch.compile(module)`` and ``torch.compile(module.forward)`` leave on a module. Checked on torch 2.13.0. They can go
 when torch shows what is compiled; importing its compiler only to ask takes seconds.
 
-``DistributedDataParallel`` without ``forward_sync_buffers`` (torch 2.9.0): the buffers it sends before each forward
-count as changed in place, so that one backward cannot follow two forwards. They are sent beside it. It can go when
-that torch is no longer supported.
-
 ``Tensor._version``: how often a tensor was changed in place. Checked on torch 2.13.0. It can go when torch shows it in
 public.
 
@@ -66,7 +62,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +88,6 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
-    "buffers_sent_count_as_changed",
     "custom_policy_targets",
     "default_store",
     "draws_random_numbers",
@@ -139,12 +133,6 @@ METADATA_LAYOUT = ("torch.serialization", "_get_layout")
 
 #: What ``FakeTensorMode`` raises for an operation whose result depends on values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
-
-@functools.cache
-def buffers_sent_count_as_changed() -> bool:
-    """Return whether DistributedDataParallel's messages spoil what earlier forwards saved for backward."""
-    return "forward_sync_buffers" not in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
 
 
 def custom_policy_targets(policy: CustomPolicy, module: torch.nn.Module) -> dict[torch.nn.Module, dict[str, Any]]:

@@ -19,7 +19,7 @@ from shard_core.collectives.interface import Collectives
 from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device, translate_torch_errors
 from shard_core.collectives.single import SingleCollectives
 from shard_core.coordinator import Coordinator
-from shard_core.data_parallel import DDPModules
+from shard_core.data_parallel.ddp_modules import DDPModules
 from shard_core.fully_shard.entry_methods import EntryMethods
 from shard_core.fully_shard.ignored import ignored_parameters
 from shard_core.fully_shard.offload import offload_policy

@@ -47,6 +47,22 @@ def first_backward(deferred: bool) -> str:
         return "no error"
 
 
+def leave_out_what_was_used() -> str:
+    with get_strategy("ddp", static_graph=True) as strategy:
+        model = strategy.setup_module(TwoHeads())
+        strategy.backward(squares(model(torch.ones(2, 6))), model)
+        try:
+            strategy.backward(model(torch.ones(2, 6))[0].sum(), model)
+        except SetupError as error:
+            return str(error)
+        return "no error"
+
+
+def test_a_graph_that_is_not_static_is_refused_before_a_step(worlds: Any) -> None:
+    for message in worlds(2).run(leave_out_what_was_used):
+        assert "this loss reached 4 of them where the first one reached 6" in message
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_unused_parameters_are_named_before_a_step(worlds: Any, deferred: bool) -> None:
     for message in worlds(2).run(first_backward, deferred):
@@ -242,141 +258,6 @@ def test_every_backward_is_averaged_whatever_its_place_among_forwards(worlds: An
         for loop, options, result in results:
             where = f"{loop} with {options}: "
             torch.testing.assert_close(result, truths[loop], rtol=1e-5, atol=1e-7, msg=where.__add__)
-
-
-#: Who trains in each step, by name; all else is frozen. The first line is what setup sees.
-SCHEDULES = {
-    "unfrozen later": (["left", "right"], ["trunk", "left", "right"], ["left", "right"]),
-    "frozen later": (["trunk", "left", "right"], ["left", "right"], ["trunk", "left", "right"]),
-    "one for the other": (["left"], ["trunk", "right"], ["left"]),
-    "nobody at first": ([], ["left", "right"], ["trunk", "left", "right"]),
-}
-
-
-def freeze_all_but(model: nn.Module, trained: Any) -> None:
-    for name, part in model.named_children():
-        part.requires_grad_(name in trained)
-
-
-def training_by_schedule(model: nn.Module, schedule: Any, make: Any, one: Callable[[torch.Tensor], Any]) -> Any:
-    """Take steps of three micro-batches, the last of which reaches one head alone; return the weights after each."""
-    optimizer = make([{"params": part.parameters(), "lr": 0.1 / (1 + n)} for n, part in enumerate(model.children())])
-    seen = []
-    for step, (batch, _) in enumerate(models.batches("plain", 4, 24)):
-        freeze_all_but(model, schedule[min(step, len(schedule) - 1)] or ["left"])
-        one(batch, optimizer)  # type: ignore[call-arg]
-        seen.append({name: value.clone() for name, value in model.state_dict().items()})
-    return seen
-
-
-def micro_batches(model: Any, batch: torch.Tensor, backward: Any, deferred: Any) -> None:
-    first, second, third = batch.chunk(3)
-    with deferred():
-        backward(squares(model(first)))
-    backward(squares(unwrapped(model).forward(second)))
-    backward(sines(model(third)))
-
-
-def scheduled_plainly(schedule: Any, make: Any) -> Any:
-    torch.manual_seed(0)
-    model = TwoHeads()
-
-    def one(batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        for share in batch.chunk(2):
-            micro_batches(model, share, lambda loss: (loss / 2).backward(), contextlib.nullcontext)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return training_by_schedule(model, schedule, make, one)  # type: ignore[arg-type]
-
-
-def scheduled_under_ddp(options: dict[str, Any], schedule: Any, make: Any) -> Any:
-    with get_strategy("ddp", **options) as strategy:
-        torch.manual_seed(0)
-        made = TwoHeads()
-        freeze_all_but(made, schedule[0])
-        model = strategy.setup_module(made)
-
-        def one(batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-            (share,) = models.share_of(strategy, (batch,))
-            deferred = functools.partial(strategy.no_backward_sync, model)
-            micro_batches(model, share, functools.partial(strategy.backward, module=model), deferred)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return training_by_schedule(made, schedule, make, one)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "make"),
-    [
-        ({}, torch.optim.AdamW),
-        ({"find_unused_parameters": True}, torch.optim.SGD),
-        ({"static_graph": True}, torch.optim.SGD),
-        pytest.param({}, torch.optim.SGD, marks=pytest.mark.long),
-        pytest.param({"find_unused_parameters": True}, torch.optim.AdamW, marks=pytest.mark.long),
-        pytest.param({"gradient_as_bucket_view": False}, torch.optim.AdamW, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_what_is_frozen_and_unfrozen_between_steps_trains_as_in_one_process(
-    worlds: Any, options: dict[str, Any], make: Any
-) -> None:
-    for when, schedule in SCHEDULES.items():
-        truth = scheduled_plainly(schedule, make)
-        for seen in worlds(2).run(scheduled_under_ddp, options, schedule, make):
-            torch.testing.assert_close(seen, truth, rtol=1e-4, atol=1e-6, msg=f"{when}: ".__add__)
-
-
-class Counting(nn.Module):
-    """Counts its calls by rank, in buffers of two dtypes, one of which no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 1)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("scale", torch.ones(2, 3), persistent=False)
-
-    def forward(self, inputs: torch.Tensor, rank: int) -> torch.Tensor:
-        seen = self.scale.sum()
-        self.calls += 1 + 10 * rank
-        self.scale *= 1 + rank
-        return self.inner(inputs).square().mean() * seen
-
-
-def buffers_seen(options: dict[str, Any]) -> list[Any]:
-    """Return what forwards of each kind began with."""
-    with get_strategy("ddp", **options) as strategy:
-        rank = strategy.global_rank
-        made = Counting()
-        made.calls += 100 * rank
-        model, _ = strategy.setup_module_and_optimizers(made, [torch.optim.SGD(made.parameters(), lr=0.1)])
-        seen = [made.calls.item()]
-        made.register_forward_pre_hook(
-            lambda module, args: seen.append((module.calls.item(), module.scale.sum().item()))
-        )
-        inputs = torch.ones(2, 6)
-        strategy.backward(model(inputs, rank), model)
-        with strategy.no_backward_sync(model):
-            strategy.backward(model(inputs, rank), model)
-        with torch.no_grad():
-            model(inputs, rank)
-        first, second = model(inputs, rank), model(inputs, rank)
-        strategy.backward(first, model)
-        strategy.backward(second, model)
-        return seen
-
-
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
-def test_buffers_are_those_of_rank_zero_before_each_forward(worlds: Any, option: str) -> None:
-    for seen in worlds(2).run(buffers_seen, {option: True}):
-        assert seen == [0, *((calls, 6.0) for calls in range(5))]
-
-
-def test_buffers_stay_where_they_are_if_nobody_wants_them_sent(worlds: Any) -> None:
-    first, second = worlds(2).run(buffers_seen, {"broadcast_buffers": False})
-    assert first == [0, *((calls, 6.0) for calls in range(5))]
-    assert second == [0, *((11 * calls, 6.0 * 2**calls) for calls in range(5))]
 
 
 def through_both(first: Any, second: Any, backward: Any, inputs: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ class DDPConfig(LayerOptions):
     """
 
     bucket_cap_mb: float = option(25.0, "how many MiB of gradients travel in one message")
-    find_unused_parameters: bool = option(False, "look for parameters a loss does not reach, at each forward")
+    find_unused_parameters: bool = option(False, "look for parameters a loss does not reach, at each backward")
     gradient_as_bucket_view: bool = option(True, "let gradients live in the messages they travel in")
     static_graph: bool = option(False, "promise that every step uses the same parameters")
     broadcast_buffers: bool = option(True, "send rank 0's buffers to all ranks before each forward")

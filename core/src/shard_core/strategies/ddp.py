@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.state.tensor_state import TensorState
-from shard_core.data_parallel import DDPModules
+from shard_core.data_parallel.ddp_modules import DDPModules
 from shard_core.preparation.layers import prepare_layers
 from shard_core.strategies.config import DDPConfig
 from shard_core.strategies.plugin import DDP

@@ -132,6 +132,7 @@ class _Replica:
         self._others = [p for p in self.parameters if not p.requires_grad]
         self._may_leave_out = may_leave_out
         self._deferred = False
+        self._identity = nn.Identity()
         # The parameters that the first backward has reached, where all others must reach the same.
         self._graph: frozenset[torch.Tensor] | None = None
         self._wrapper = weakref.ref(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
@@ -190,7 +191,7 @@ class _Replica:
         wrapper = self.wrapper
         assert wrapper is not None
         # It gets ready at the end of a forward, and looks for unused parameters in the graph of what that returns.
-        module, wrapper.module = wrapper.module, _Identity()
+        module, wrapper.module = wrapper.module, self._identity
         synced, wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, True
         try:
             ready: torch.Tensor = DistributedDataParallel.forward(wrapper, loss)
@@ -253,11 +254,6 @@ class _Replica:
         for tensor in _tensors(output) if synced or self._static else ():
             if tensor.grad_fn is not None:
                 _metadata(tensor.grad_fn)[self.mark] = True
-
-
-class _Identity(nn.Module):
-    def forward(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
 
 
 def _passed(loss: torch.Tensor, replicas: Sequence[_Replica]) -> list[_Replica]:

@@ -1,0 +1,1 @@
+"""Data parallel: whole copies of a module on every rank, whose gradients are averaged."""

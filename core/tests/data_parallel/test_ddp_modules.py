@@ -1,0 +1,69 @@
+"""Modules under DistributedDataParallel without a strategy around them, as another engine would hold them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shard_core import get_strategy
+from shard_core._versions import has_hooks
+from shard_core.backend import DDPModules
+
+
+class Boxed:
+    """An output that nothing looks into."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Boxing(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1, bias=False)
+        nn.init.constant_(self.inner.weight, 1.0 + rank)
+
+    def forward(self, inputs: torch.Tensor) -> Boxed:
+        return Boxed(self.inner(inputs))
+
+
+def hold() -> dict[str, Any]:
+    """Return the gradients after each backward through a module that is trained, and one that is not yet."""
+    with get_strategy("ddp") as strategy:
+        rank = strategy.global_rank
+        ddp = DDPModules(strategy.root_device, bucket_cap_mb=1)
+        made, frozen = Boxing(rank), Boxing(rank).requires_grad_(False)
+        model, later = ddp.wrap(made), ddp.wrap(frozen)
+        seen: dict[str, Any] = {
+            "kinds": (type(model), type(later)),
+            "weights": [each.inner.weight.flatten().tolist() for each in (made, frozen)],
+        }
+        inputs = torch.tensor([[1.0, 2.0]]) * (1 + rank)
+        with ddp.no_sync(model):
+            ddp.backward(model(inputs).value.sum(), model)
+        seen["deferred"] = made.inner.weight.grad.flatten().tolist()
+        ddp.backward(model(inputs).value.sum(), model)
+        seen["averaged"] = made.inner.weight.grad.flatten().tolist()
+        frozen.requires_grad_(True)
+        with ddp.no_sync(later):
+            ddp.backward(later(inputs).value.sum(), later)
+        seen["deferred later"] = frozen.inner.weight.grad.flatten().tolist()
+        ddp.backward(later(inputs).value, later, gradient=torch.tensor([[2.0]]))
+        seen["averaged later"] = frozen.inner.weight.grad.flatten().tolist()
+        ddp.teardown()
+        seen["hooks"] = has_hooks(made.inner.weight) or has_hooks(frozen.inner.weight)
+        return seen
+
+
+def test_gradients_are_averaged_when_they_are_not_deferred(worlds: Any) -> None:
+    for rank, seen in enumerate(worlds(2).run(hold)):
+        assert seen == {
+            "kinds": (DistributedDataParallel, Boxing),
+            "weights": [[1.0, 1.0], [1.0, 1.0]],
+            "deferred": [1.0 + rank, 2.0 + 2 * rank],
+            "averaged": [3.0, 6.0],
+            "deferred later": [1.0 + rank, 2.0 + 2 * rank],
+            "averaged later": [4.5, 9.0],
+            "hooks": False,
+        }
