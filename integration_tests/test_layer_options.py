@@ -21,6 +21,14 @@ CLIP = 0.05
 PRODUCT = torch.ops.aten.addmm.default
 #: Strategies that take all of them, and on how many ranks they are looked at.
 ALL = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp_cpu_offload": 2, "hsdp": 2}
+#: Those that compute layers again, and what they are given for it; at stage 3 every parameter is gathered again, too.
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ALL},
+    "tp": {"plan": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}},
+    "deepspeed_stage_1": {},
+    "deepspeed_stage_2": {},
+    "deepspeed_stage_3": {"param_persistence_threshold": 0},
+}
 
 
 class Layer(nn.Module):
@@ -125,7 +133,9 @@ def train(name: str, given: dict[str, Any], optimizer_type: str = "SGD", dropout
     """Train some steps and return what came of it, and what happened in the last of them."""
     torch.compiler.reset()
     graphs = Graphs()
-    options = {**given, "compile": {"backend": graphs, "fullgraph": True}} if given.get("compile") else given
+    options = {**RECOMPUTE[name], **given}
+    if given.get("compile"):
+        options["compile"] = {"backend": graphs, "fullgraph": True}
     with get_strategy(name, accelerator="cpu", **options) as strategy:
         strategy.seed_everything(5)
         with strategy.module_init_context():
@@ -221,10 +231,10 @@ def assert_same(found: Any, truth: Any) -> None:
     assert all(torch.equal(found[2][key], value) for key, value in truth[2].items())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", RECOMPUTE)
 def test_checkpointed_layers_run_again_to_the_bit(worlds: Any, name: str) -> None:
     given = {label: {"activation_checkpointing": layers} for label, layers in CHECKPOINTED.items()}
-    for found in under(worlds, name, ALL[name], given):
+    for found in under(worlds, name, ALL.get(name, 2), given):
         truth = found.pop("plain")
         assert (truth["calls"], truth["again"]) == ([STEPS] * LAYERS, 0)
         for label, each in found.items():
@@ -286,6 +296,13 @@ def test_training_is_that_of_plain_pytorch(worlds: Any, name: str, optimizer_typ
         torch.testing.assert_close(own, [loss[rank] for loss in losses])
         torch.testing.assert_close(norm, norms)
         torch.testing.assert_close(trained, {key: value.detach() for key, value in weights.items()})
+
+
+@pytest.mark.parametrize("name", ["tp", "deepspeed"])
+@pytest.mark.parametrize(("option", "value"), [("activation_offload", True), ("compile", True)])
+def test_what_an_engine_does_not_take_yet_gets_a_sentence(name: str, option: str, value: Any) -> None:
+    with pytest.raises(InvalidOption, match=rf"{option} is True; .*: leave it at False\."):
+        get_strategy(name, **{option: value})
 
 
 @pytest.mark.parametrize("name", ALL)

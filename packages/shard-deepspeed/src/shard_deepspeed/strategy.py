@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core import InvalidOption, SetupError, Strategy, UnsupportedPrecision
-from shard_core.backend import fast_step, send_values
+from shard_core.backend import fast_step, prepare_layers, send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
@@ -66,6 +66,7 @@ class DeepSpeedStrategy(Strategy):
         """Pass the module's parameters to an engine, and optimizers this rank's partitions of them."""
         if self.config.zero_stage == 3:
             _refuse_empty(module)
+        prepare_layers(module, self.config)
         module.to(self.root_device)
         send_values(module)
         trained = [parameter for parameter in module.parameters() if is_trained(parameter)]

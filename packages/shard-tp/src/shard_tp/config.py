@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from shard_core import InvalidOption
-from shard_core.plugins import option
+from shard_core.plugins import FullyShardOptions, LayerOptions, option, refuse_other_values
+
+_BY_BYTES: Final = "units are formed by unit_bytes alone under this strategy, for now"
+_ALL_SHARDED: Final = "everything is split or sharded under this strategy, for now"
+_IN_TURN: Final = "units are gathered as torch does it under this strategy, for now"
+
+#: Options that engines share and that this one does not honour yet, each with the reason.
+_LATER: Final[Mapping[str, str]] = {
+    "activation_offload": "what split layers save is not moved under this strategy, for now",
+    "compile": "split layers are not compiled under this strategy, for now",
+    "auto_wrap_policy": _BY_BYTES,
+    "ignored_modules": _ALL_SHARDED,
+    "ignored_states": _ALL_SHARDED,
+    "backward_prefetch": _IN_TURN,
+    "forward_prefetch": _IN_TURN,
+    "param_init_fn": "modules are built in module_init_context() or on a device under this strategy, for now",
+    "cpu_offload": "shards stay on the device under this strategy, for now",
+    "mixed_precision": "the argument precision says which dtype where under this strategy, for now",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TPConfig:
+class TPConfig(LayerOptions, FullyShardOptions):
     """Options of ``tp``.
 
     Raises:
@@ -34,15 +52,12 @@ class TPConfig:
     save_distributed_checkpoint: bool = option(
         True, "save each rank's shards unless state_dict_type says otherwise; False saves whole tensors"
     )
-    unit_bytes: int = option(
-        64 * 2**20, "neighbouring blocks share one message until it carries this many bytes of parameters"
-    )
-    reshard_after_forward: bool | None = option(
-        None, "free whole parameters between forward and backward; None does so for all but the root's"
-    )
 
     def __post_init__(self) -> None:
         """Check types and values."""
+        FullyShardOptions.__post_init__(self)
+        LayerOptions.__post_init__(self)
+        refuse_other_values(self, _LATER)
         for name in ("data_parallel_size", "tensor_parallel_size"):
             size = getattr(self, name)
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -60,7 +75,3 @@ class TPConfig:
         for name in ("check_batches", "save_distributed_checkpoint"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidOption(f"{name} is {getattr(self, name)!r}; give True or False.")
-        if isinstance(self.unit_bytes, bool) or not isinstance(self.unit_bytes, int) or self.unit_bytes < 1:
-            raise InvalidOption(f"unit_bytes is {self.unit_bytes!r}; give a whole number of bytes from 1 up.")
-        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
-            raise InvalidOption(f"reshard_after_forward is {self.reshard_after_forward!r}; give True, False or None.")

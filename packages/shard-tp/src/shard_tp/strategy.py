@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from shard_core import SetupError, Strategy
-from shard_core.backend import FullySharder, TensorState, TorchEngine, find_units, local_gradients
+from shard_core.backend import FullySharder, TensorState, TorchEngine, find_units, local_gradients, prepare_layers
 from shard_core.plugins import DATA_AXIS, MeshShape
 from shard_tp.config import TPConfig
 from shard_tp.consistency import ConsistencyCheck
@@ -87,6 +87,7 @@ class TPStrategy(TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Split the module, shard the parts, fill them with their values."""
+        prepare_layers(module, self.config)
         policy, device = self.precision.policy, self.root_device
         self._sharding.shard(module, optimizers, names, policy=policy, device=device, lay_out=self._split)
         if self.config.check_batches and self._tensor_mesh.size() > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from shard_core import InvalidOption
-from shard_core.plugins import option
+from shard_core.plugins import LayerOptions, option, refuse_other_values
 from shard_deepspeed.config.unsupported import UnsupportedOptions
 
 _FLAGS = (
@@ -14,6 +14,11 @@ _FLAGS = (
     "overlap_comm",
     "reduce_scatter",
 )
+#: Options that engines share and that this one does not honour yet, each with the reason.
+_LATER = {
+    "activation_offload": "this backend does not move activations yet",
+    "compile": "this backend does not compile yet",
+}
 _COUNTS = {"reduce_bucket_size": 1, "sub_group_size": 1, "param_persistence_threshold": 0}
 #: At which stages DeepSpeed looks at an option; at the others it says nothing and does without.
 STAGES = {
@@ -42,7 +47,7 @@ class ZeroOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig(UnsupportedOptions, ZeroOptions):
+class DeepSpeedConfig(UnsupportedOptions, LayerOptions, ZeroOptions):
     """Options of ``deepspeed`` and ``deepspeed_stage_1`` to ``3``.
 
     Raises:
@@ -75,7 +80,9 @@ activations yet: leave it at False.
                 raise InvalidOption(f"{name} is {getattr(self, name)!r}; give a number of elements from {least} up.")
         if not _is_count(self.logging_level, 0):
             raise InvalidOption(f"logging_level is {self.logging_level!r}; give a level of logging, such as 30.")
-        super().__post_init__()
+        LayerOptions.__post_init__(self)
+        UnsupportedOptions.__post_init__(self)
+        refuse_other_values(self, _LATER)
         self._refuse_what_does_nothing()
 
     def _refuse_what_does_nothing(self) -> None:

@@ -6,8 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from shard_core import InvalidOption
-from shard_core.plugins import option
+from shard_core.plugins import option, refuse_other_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +87,4 @@ class UnsupportedOptions(LossScaleOptions, ActivationOptions, OffloadOptions):
 
     def __post_init__(self) -> None:
         """Refuse what would be swallowed."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name, reason in _REASONS.items():
-            value = getattr(self, name)
-            if value != defaults[name] or isinstance(value, bool) != isinstance(defaults[name], bool):
-                raise InvalidOption(f"{name} is {value!r}; {reason}: leave it at {defaults[name]!r}.")
+        refuse_other_values(self, _REASONS)
