@@ -52,6 +52,12 @@ when torch documents it; ``TorchFunctionMode`` sees no collectives.
 a stream. Nothing is imported for it. Checked on datasets 5.2.0. It can go when a dataset shows it in public; without
 it, users pass ``shard_stream=False``.
 
+``get_model_conversion_mapping`` of ``transformers.conversion_mapping``, and ``rename_source_key`` and
+``dot_natural_key`` of ``transformers.core_model_loading``: how the files of a model become what its module holds; the
+classes of what they return, ``WeightConverter`` and ``WeightRenaming``, and their methods ``add_tensor`` and
+``convert``. Imported where such a model is loaded. Checked on transformers 5.23.0. They can go when transformers
+converts a state dict in public without building the model whole.
+
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch shows it in public.
 """

@@ -233,6 +233,7 @@ class StrategyCheckpointing(StrategyStateDict):
         left = load_weights(
             path,
             state,
+            module=known.module,
             coordinator=self.collectives,
             key=key,
             names=names,
