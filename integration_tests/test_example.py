@@ -13,7 +13,7 @@ from environments import ROOT, SETTINGS, run, succeed
 from shard_core import plugins
 
 EXAMPLE = ROOT / "docs" / "examples" / "train_gpt.py"
-STEPS = 3
+STEPS, MICRO_BATCHES = 3, 4
 INSTALLED = [each for each in plugins.installed() if each.info is not None and not each.problem]
 #: One strategy of each kind: whole copies, torch's shards, flat ones. The others wait for the long run.
 ALWAYS = ("single", "ddp", "fsdp", "deepspeed_stage_3")
@@ -24,8 +24,9 @@ def trained(folder: Path, strategy: str, ranks: int) -> dict[str, float]:
     text = folder / "text.py"
     text.write_text("def double(x):\n    return 2 * x\n\n\n" * 1000)
     command = (sys.executable, "-m", "shard_core", "run", "--strategy", strategy, "--nproc-per-node", str(ranks))
-    arguments = ("--data", str(text), "--steps", str(STEPS), "--batch", "4", "--json")
-    printed = succeed(run(folder, *command, "--standalone", str(EXAMPLE), *arguments, settings=SETTINGS, timeout=240))
+    size = ("--steps", str(STEPS), "--batch", "4", "--accumulate", str(MICRO_BATCHES))
+    arguments = ("--standalone", str(EXAMPLE), "--data", str(text), *size, "--json")
+    printed = succeed(run(folder, *command, *arguments, settings=SETTINGS, timeout=240))
     result: dict[str, float] = json.loads(printed.splitlines()[-1])
     return result
 

@@ -118,6 +118,37 @@ def test_gradients_thrown_away_are_forgotten() -> None:
     assert norm == pytest.approx(strategy.clip_gradients_norm(module, optimizer, math.inf).item())
 
 
+@pytest.mark.parametrize("name", ["single", "ddp"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_thrown_away_inside_no_backward_sync_are_forgotten(name: str, to_none: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    with get_strategy(name) as strategy:
+        module, (optimizer,) = strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), 0.1)])
+        with strategy.no_backward_sync(module):
+            strategy.backward(module(INPUT).square().sum(), module, denominator=4)
+            optimizer.zero_grad(set_to_none=to_none)
+            strategy.backward(module(INPUT).sum(), module, denominator=4)
+        strategy.backward(module(INPUT).sum(), module, denominator=4)
+        norm = strategy.clip_gradients_norm(module, optimizer, math.inf)
+    # Zeros cannot be told from a gradient: their denominator counts.
+    expected = torch.cat([INPUT.mean(0), torch.ones(1)]).norm() * (1 if to_none else 2 / 3)
+    assert norm.item() == pytest.approx(expected.item())
+
+
+def test_a_denominator_counts_where_its_loss_reached_nothing() -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"left": nn.Linear(3, 1), "right": nn.Linear(3, 1)})
+    with get_strategy("single") as strategy:
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in module.values()]
+        module, optimizers = strategy.setup_module_and_optimizers(module, optimizers)
+        strategy.backward(module["left"](INPUT).sum(), module, denominator=4)
+        strategy.backward(module["right"](INPUT).sum(), module, denominator=4)
+        norms = [strategy.clip_gradients_norm(module, optimizer, math.inf) for optimizer in optimizers]
+    expected = torch.cat([INPUT.mean(0), torch.ones(1)]).norm().item() / 2
+    assert [norm.item() for norm in norms] == pytest.approx([expected] * 2)
+
+
 def test_a_step_between_micro_batches_is_refused() -> None:
     strategy, module, optimizer = ready()
     with strategy.no_backward_sync(module):
@@ -127,7 +158,7 @@ def test_a_step_between_micro_batches_is_refused() -> None:
         lambda: strategy.clip_gradients_norm(module, optimizer, 1.0),
         lambda: strategy.clip_gradients_value(module, optimizer, 1.0),
     ):
-        with pytest.raises(SetupError, match="the last backward was inside no_backward_sync, so gradients have not"):
+        with pytest.raises(SetupError, match="the last backward was inside no_backward_sync, which leaves averaging"):
             act()
     strategy.backward(module(INPUT).mean(), module)
     assert strategy.optimizer_step(optimizer)

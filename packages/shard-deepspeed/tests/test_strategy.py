@@ -62,6 +62,22 @@ def test_options_change_nothing_in_the_result(worlds: Any, options: dict[str, An
     oracle.assert_same(answers[0], gpt_truth(2))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_sent_in_every_backward_changes_nothing(worlds: Any, stage: int) -> None:
+    answers = worlds(2).run(train_gpt, {"name": f"deepspeed_stage_{stage}"}, 3, True)
+    oracle.assert_same(answers[0], gpt_truth(3))
+
+
+def says(options: dict[str, Any]) -> bool:
+    with get_strategy(**options) as strategy:
+        return strategy.engine_defers_sync
+
+
+def test_the_stage_says_whether_sync_is_deferred() -> None:
+    assert [says({"name": "deepspeed", "stage": stage}) for stage in range(4)] == [True, True, False, False]
+    assert [says({"name": f"deepspeed_stage_{stage}"}) for stage in (1, 2, 3)] == [True, False, False]
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_deferred_gradients_are_averaged_once(worlds: Any, overlap: bool) -> None:
     answers = worlds(2).run(train_gpt, {"name": "deepspeed_stage_1", "overlap_comm": overlap}, 3, True)

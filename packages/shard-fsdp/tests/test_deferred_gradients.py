@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shard_core import SetupError, get_strategy
-from shard_core.testing import models
+from shard_core.testing import models, set_up
 
 
 def _scale(model: Any, optimizer: Any) -> None:
@@ -18,11 +18,25 @@ def _scale(model: Any, optimizer: Any) -> None:
         parameter.grad.mul_(0.5)
 
 
+def _replace(model: Any, optimizer: Any) -> None:
+    del optimizer
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 0.5
+
+
+def _scale_shards(model: Any, optimizer: Any) -> None:
+    del optimizer
+    for parameter in model.parameters():
+        parameter.grad.to_local().mul_(0.5)
+
+
 TOUCHES: dict[str, Callable[[Any, Any], None]] = {
     "optimizer.zero_grad": lambda _, optimizer: optimizer.zero_grad(),
     "zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
     "model.zero_grad": lambda model, _: model.zero_grad(),
     "scaled": _scale,
+    "replaced": _replace,
+    "shards scaled": _scale_shards,
 }
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp": (2, "fsdp", {"unit_bytes": 1}),
@@ -31,13 +45,15 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-def touched(layout: str, touch: str) -> str:
-    """Touch gradients between two micro-batches."""
+def touched(layout: str, touch: str, sent: bool) -> str:
+    """Touch gradients between two micro-batches, the first of which is deferred, perhaps after one that is not."""
     _, name, options = LAYOUTS[layout]
     with get_strategy(name, **options) as strategy:
         model = models.make("plain")
         model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
         first, second = models.batches("plain", 2, 12)
+        if sent:
+            strategy.backward(model(*models.share_of(strategy, second)), model)
         with strategy.no_backward_sync(model):
             strategy.backward(model(*models.share_of(strategy, first)), model)
         TOUCHES[touch](model, optimizer)
@@ -48,14 +64,50 @@ def touched(layout: str, touch: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("layout", "touch"),
-    [*(("fsdp", touch) for touch in TOUCHES), ("offloaded", "optimizer.zero_grad"), ("hsdp", "optimizer.zero_grad")],
+    ("layout", "touch", "sent"),
+    [
+        *(("fsdp", touch, False) for touch in TOUCHES),
+        *(("fsdp", touch, True) for touch in TOUCHES),
+        ("offloaded", "optimizer.zero_grad", False),
+        ("hsdp", "optimizer.zero_grad", False),
+    ],
 )
-def test_throwing_away_what_waits_is_refused(worlds: Any, layout: str, touch: str) -> None:
-    for message in worlds(LAYOUTS[layout][0]).run(touched, layout, touch):
+def test_throwing_away_what_waits_is_refused(worlds: Any, layout: str, touch: str, sent: bool) -> None:
+    for message in worlds(LAYOUTS[layout][0]).run(touched, layout, touch, sent):
         assert message.startswith(
             "the gradient of 'first.weight' was thrown away or changed while it waits on its rank"
         )
+
+
+def between(touch: bool) -> float | str:
+    """Train another module between two micro-batches; return the norm, or the refusal if gradients are thrown away."""
+    with get_strategy("fsdp") as strategy:
+        model, optimizer = set_up(strategy, "plain", "sgd")
+        other, _ = set_up(strategy, "plain", "sgd")
+        first, second = (models.share_of(strategy, batch) for batch in models.batches("plain", 2, 12))
+        count = first[1].numel()
+        with strategy.no_backward_sync(model):
+            strategy.backward(model(*first) * count, model, denominator=count)
+        strategy.backward(other(*second), other)
+        if touch:
+            optimizer.zero_grad()
+        loss = model(*second) * count
+        try:
+            strategy.backward(loss, model, denominator=count)
+        except SetupError as error:
+            return str(error)
+        return strategy.clip_gradients_norm(model, optimizer, float("inf")).item()
+
+
+def test_what_waits_does_so_while_another_module_is_trained(worlds: Any) -> None:
+    torch.manual_seed(0)
+    model = models.make("plain")
+    for batch in models.batches("plain", 2, 12):
+        (model(*batch) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+    assert worlds(2).run(between, False) == [pytest.approx(norm, rel=1e-5)] * 2
+    for message in worlds(2).run(between, True):
+        assert message.startswith("the gradient of 'first.weight' was thrown away or changed while it waits")
 
 
 def left_out() -> dict[str, bool]:

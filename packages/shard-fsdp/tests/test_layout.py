@@ -243,12 +243,13 @@ class Early(nn.Module):
         return x.sum()
 
 
-def leaves_out(defer: str) -> str | bool:
+def leaves_out(defer: str, forward_outside: bool = False) -> str | bool:
     """Leave a block out of the last micro-batch; return the error, or whether its gradient is there."""
     with get_strategy("hsdp", device_mesh=(2, 1), unit_bytes=1, defer_sync=defer) as strategy:
         model, _ = set_up(strategy, Early, "sgd")
+        early = model(torch.ones(2, 4), 3) if forward_outside else None
         with strategy.no_backward_sync(model):
-            strategy.backward(model(torch.ones(2, 4), 3), model)
+            strategy.backward(model(torch.ones(2, 4), 3) if early is None else early, model)
         try:
             strategy.backward(model(torch.ones(2, 4), 2), model)
         except SetupError as error:
@@ -258,7 +259,7 @@ def leaves_out(defer: str) -> str | bool:
 
 def test_no_gradient_is_lost(worlds: Any) -> None:
     assert worlds(2).run(leaves_out, "all") == [True, True]
-    for message in worlds(2).run(leaves_out, "auto"):
+    for message in worlds(2).run(leaves_out, "auto") + worlds(2).run(leaves_out, "auto", True):
         assert message.startswith("'blocks.2' ran in a micro-batch whose gradients were deferred, but not in the last")
 
 

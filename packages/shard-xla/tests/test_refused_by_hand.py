@@ -79,6 +79,15 @@ def zeroing_between_micro_batches(strategy: Any) -> None:
     throwing_away_between_micro_batches(strategy, to_none=False)
 
 
+def replacing_between_micro_batches(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    with strategy.no_backward_sync(story.model):
+        story.backward(story.loss())
+    for parameter in story.net.parameters():
+        parameter.grad = parameter.grad * 0.5 if parameter.grad is not None else None
+    story.train()
+
+
 def skipping_in_the_last_micro_batch(strategy: Any) -> None:
     story = Story(strategy, sgd)
     with strategy.no_backward_sync(story.model):
@@ -107,6 +116,7 @@ SHARDS: dict[Any, str] = {
     freezing_between_micro_batches: "while its gradient waits for the end of no_backward_sync()",
     throwing_away_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
     zeroing_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
+    replacing_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
     skipping_in_the_last_micro_batch: "parameter 'block.linear.weight' got a gradient in a micro-batch inside",
 }
 

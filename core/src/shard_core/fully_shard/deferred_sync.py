@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shard_core._versions import version_of
 from shard_core.errors import SetupError
@@ -31,6 +32,7 @@ class DeferredSync:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.deferred = False
         self._pending: set[str] = set()
+        self._ran_outside: set[str] = set()
         for unit in units:
             for module in unit.modules:
                 module.register_forward_pre_hook(self._note(unit.names[0]))
@@ -41,7 +43,10 @@ class DeferredSync:
         Raises:
             SetupError: If a unit ran while gradients were deferred, and not since.
         """
-        if not self.deferred and self._pending:
+        ran_outside, self._ran_outside = self._ran_outside, set()
+        if self.deferred:
+            self._pending |= ran_outside  # the forward may stand outside of what defers its backward
+        elif self._pending:
             name = min(self._pending)
             self._pending.clear()
             raise SetupError(
@@ -54,14 +59,31 @@ class DeferredSync:
             del module, args
             if torch.is_grad_enabled():
                 (self._pending.add if self.deferred else self._pending.discard)(name)
+                if not self.deferred:
+                    self._ran_outside.add(name)
 
         return note
+
+
+class _Shown(NamedTuple):
+    """What ``.grad`` of a parameter is while further gradients wait elsewhere.
+
+    Attributes:
+        gradient: The tensor.
+        changes: How often it was changed.
+        zeros: Whether it is there for show.
+    """
+
+    gradient: torch.Tensor | None
+    changes: tuple[int | None, ...]
+    zeros: bool
 
 
 class DeferredGradients:
     """Notices who discards deferred gradients, which wait where torch keeps them and not in ``.grad``.
 
-    There is no way to reach them. From one micro-batch to the next zeros stand in ``.grad`` in their place.
+    There is no way to reach them. From one micro-batch to the next zeros stand in ``.grad`` in their place, or what
+    earlier micro-batches have sent.
 
     Args:
         parameters: The shards of a module's parameters, by name.
@@ -69,28 +91,43 @@ class DeferredGradients:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
-        self._zeros: dict[str, tuple[torch.Tensor, int | None]] = {}
+        self._shown: dict[str, _Shown] = {}
+        self._hidden: dict[str, _Shown] = {}
 
-    def set_zeros(self) -> None:
-        """Set ``.grad`` to zeros where a backward has deferred the gradients."""
+    def show(self) -> None:
+        """Record what ``.grad`` is after a backward has deferred gradients, zeros where it would be nothing."""
         for name, parameter in self._parameters.items():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-                self._zeros[name] = parameter.grad, version_of(parameter.grad)
+            if parameter.requires_grad:
+                zeros = parameter.grad is None
+                if zeros:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._shown[name] = _Shown(parameter.grad, _changes(parameter.grad), zeros)
 
-    def remove_zeros(self) -> None:
+    def show_again(self) -> None:
+        """Show what a backward has left waiting, since its loss came through other modules."""
+        hidden, self._hidden = self._hidden, {}
+        if hidden and all(self._is_left(name, shown) for name, shown in hidden.items()):
+            self.show()
+
+    def _is_left(self, name: str, shown: _Shown) -> bool:
+        gradient = self._parameters[name].grad
+        return gradient is (None if shown.zeros else shown.gradient) and (
+            shown.zeros or _changes(gradient) == shown.changes
+        )
+
+    def hide(self) -> None:
         """Remove the zeros before a backward adds gradients.
 
         Raises:
             SetupError: If somebody has discarded or changed what waits.
         """
-        zeros, self._zeros = self._zeros, {}
+        self._hidden, self._shown = self._shown, {}
         touched = []
-        for name, (shown, version) in zeros.items():
+        for name, shown in self._hidden.items():
             parameter = self._parameters[name]
-            if parameter.grad is not shown or version_of(shown) != version:
+            if parameter.grad is not shown.gradient or _changes(parameter.grad) != shown.changes:
                 touched.append(name)
-            else:
+            elif shown.zeros:
                 parameter.grad = None
         if touched:
             raise SetupError(
@@ -98,3 +135,9 @@ class DeferredGradients:
                 "no_backward_sync(), where nothing reaches it; run the last backward of these micro-batches outside, "
                 "and zero gradients then."
             )
+
+
+def _changes(gradient: torch.Tensor | None) -> tuple[int | None, ...]:
+    """Count the changes of a gradient, and those of its shard alone, which are not among them."""
+    held = (gradient, gradient.to_local()) if isinstance(gradient, DTensor) else (gradient,)
+    return tuple(version_of(each) for each in held if each is not None)

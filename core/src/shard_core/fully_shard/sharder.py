@@ -188,10 +188,13 @@ class FullySharder:
                 discarded or changed.
         """
         for each in self._gradients.values():  # the loss may have come through several modules
-            each.remove_zeros()
+            each.hide()
         yield
-        for deferring in self._deferring:
-            self._gradients[deferring].set_zeros()
+        for sharded, gradients in self._gradients.items():
+            if sharded in self._deferring:
+                gradients.show()
+            else:
+                gradients.show_again()
         if module in self._syncs:
             self._syncs[module].check_sent()
 

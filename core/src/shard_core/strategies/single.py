@@ -66,11 +66,6 @@ class SingleStrategy(TorchEngine, Strategy):
         names.repoint(optimizers, module)
         return module
 
-    def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing: there is nothing to defer."""
-        del module
-        return contextlib.nullcontext()
-
     def engine_state(
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:

@@ -28,6 +28,7 @@ class Accumulation:
         self._denominator: torch.Tensor | None = None
         self._loss_scale = 1.0
         self._backwards = 0
+        self._shown = False
         self._final = False
         self._finite = True
 
@@ -94,13 +95,21 @@ class Accumulation:
             self._finite = not collectives.any_true(not all_finite(gradients()))
         return self._finite
 
-    def reset_if_discarded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reset if the gradients of earlier backwards were zeroed without a step.
+    def note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record, after a backward, whether there are gradients to be seen: an engine may have deferred them.
 
         Args:
-            optimizer: Whose gradients; its engine must show those of every backward.
+            optimizer: Whose gradients.
         """
-        if self._backwards and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        self._shown = _has_gradients(optimizer)
+
+    def reset_if_discarded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reset if the gradients of earlier backwards were to be seen and are gone without a step.
+
+        Args:
+            optimizer: Whose gradients.
+        """
+        if self._shown and not _has_gradients(optimizer):
             self.reset()
 
     def reset(self) -> None:
@@ -108,5 +117,10 @@ class Accumulation:
         self._denominator = None
         self._loss_scale = 1.0
         self._backwards = 0
+        self._shown = False
         self._final = False
         self._finite = True
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

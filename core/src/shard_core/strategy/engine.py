@@ -6,6 +6,8 @@ import abc
 import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shard_core.capability import Capability
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
@@ -26,9 +28,9 @@ class Engine(abc.ABC):
 
     Order of calls: ``engine_precision``, ``engine_collectives``, ``engine_mesh``, ``engine_seed``; then per module
     ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an optimizer that
-    comes later; per step ``engine_no_sync``, ``engine_backward``, ``engine_gradients``, ``engine_look``
-    and ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were
-    checked before. ``engine_worth_trying`` stands apart: it is asked before anything is started.
+    comes later; per step ``engine_defers_sync``, ``engine_no_sync``, ``engine_backward``, ``engine_gradients``,
+    ``engine_look`` and ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments
+    were checked before. ``engine_worth_trying`` stands apart: it is asked before anything is started.
     """
 
     #: What is known of the strategy under the name it was asked for.
@@ -145,13 +147,26 @@ class Engine(abc.ABC):
             names: The names its parameters had before setup.
         """
 
-    @abc.abstractmethod
+    @property
+    def engine_defers_sync(self) -> bool:
+        """Whether the engine, as it is configured, can leave averaging to a later backward.
+
+        By default what the strategy promises by its name; an engine whose options decide overrides it.
+        """
+        return Capability.DEFER_SYNC in self.info.capabilities
+
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backwards keep gradients on this rank.
+        """Return a context in which backwards keep gradients on this rank; the next one outside averages their sum.
+
+        Called only where ``engine_defers_sync``. An engine that has nothing to send leaves this out. One whose deferred
+        gradients stand elsewhere than in ``.grad`` refuses, in the next backward and by name, that they were zeroed,
+        thrown away or changed in the meantime: nothing of that would reach them.
 
         Args:
             module: What ``engine_setup`` returned.
         """
+        del module
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:

@@ -32,8 +32,8 @@ class SetUpModule:
         optimizers: The optimizers over its parameters, with what their gradients still need.
         frozen: Parameters that must stay frozen because they were at setup, by name.
         dims_changed: Whether setup has left parameters with other numbers of dims.
-        deferring: Whether its backwards keep gradients on this rank just now.
-        gradients_deferred: Whether the last backward did: an engine may show no ``.grad`` until the next sync.
+        inside_no_sync: Whether ``no_backward_sync`` is entered just now.
+        last_inside: Whether the last backward stood inside, so that no step may follow, whatever the engine deferred.
     """
 
     module: nn.Module
@@ -46,8 +46,8 @@ class SetUpModule:
     optimizers: dict[torch.optim.Optimizer, Accumulation]
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     dims_changed: bool = False
-    deferring: bool = False
-    gradients_deferred: bool = False
+    inside_no_sync: bool = False
+    last_inside: bool = False
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse groups that may have been formed by dims that setup has changed.

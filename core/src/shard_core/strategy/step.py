@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from shard_core.strategy.setup import StrategySetup
 if TYPE_CHECKING:
     from shard_core.strategy.registry import SetUpModule
 
+log = logging.getLogger(__name__)
+
 #: Keywords of ``Tensor.backward`` that only some engines honour, and what to do under the others.
 _ONLY_SOME_ENGINES = {
     "create_graph": "ranks' gradients are averaged outside of any graph; for second derivatives call "
@@ -29,12 +32,17 @@ _ONLY_SOME_ENGINES = {
 class StrategyStep(StrategySetup):
     """Turns losses into steps, with the same meaning of a gradient on every engine."""
 
+    _logged_sync = False
+
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool = True
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context for all but the last micro-batch, in which gradients stay on their rank.
+        """Return a context for all but the last micro-batch, in which gradients may stay on their rank.
 
-        Forward and backward both belong inside.
+        Forward and backward both belong inside. Gradients are the same with and without it, under every strategy; one
+        that sends them in every backward all the same logs so, once. No step follows a backward inside. Until the next
+        backward, gradients are not to be zeroed, thrown away or changed: strategies where that would not reach them
+        refuse to go on.
 
         Args:
             module: What setup returned.
@@ -43,8 +51,10 @@ class StrategyStep(StrategySetup):
         known = self._registry.of(module)
         if not enabled:
             return contextlib.nullcontext()
-        self._require(Capability.DEFER_SYNC)
-        return self._deferring(known)
+        defers = self.engine_defers_sync
+        if not defers:
+            self._log_sync()
+        return self._inside_no_sync(known, defers)
 
     def backward(
         self,
@@ -89,11 +99,12 @@ class StrategyStep(StrategySetup):
         scaler = self.precision.scaler
         factor = scaler.begin_backward() if scaler else 1.0
         for optimizer, accumulation in known.optimizers.items():
-            if not known.gradients_deferred:
-                accumulation.reset_if_discarded(optimizer)
+            accumulation.reset_if_discarded(optimizer)
             accumulation.add(denominator, factor)
-        known.gradients_deferred = known.deferring
+        known.last_inside = known.inside_no_sync
         self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
+        for optimizer, accumulation in known.optimizers.items():
+            accumulation.note_gradients(optimizer)
 
     def clip_gradients_norm(
         self,
@@ -205,21 +216,31 @@ class StrategyStep(StrategySetup):
         )
 
     @contextlib.contextmanager
-    def _deferring(self, known: SetUpModule) -> Iterator[None]:
-        known.deferring = True
+    def _inside_no_sync(self, known: SetUpModule, defers: bool) -> Iterator[None]:
+        known.inside_no_sync = True
         try:
-            with self.engine_no_sync(known.callable):
+            with self.engine_no_sync(known.callable) if defers else contextlib.nullcontext():
                 yield
         finally:
-            known.deferring = False
+            known.inside_no_sync = False
+
+    def _log_sync(self) -> None:
+        """Log, once and on rank 0, that no traffic is saved."""
+        if self.is_global_zero and not self._logged_sync:
+            log.warning(
+                "strategy %r sends gradients in every backward, inside no_backward_sync too: the gradient is the same, "
+                "and no traffic is saved.",
+                self.info.name,
+            )
+        self._logged_sync = True
 
     def _finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """Compute the final values of an optimizer's gradients; return whether all are finite."""
         known = self._registry.owner(optimizer)
-        if known.gradients_deferred:
+        if known.last_inside:
             raise SetupError(
-                "the last backward was inside no_backward_sync, so gradients have not been averaged over ranks; run "
-                "the last one before a step outside: no_backward_sync(model, enabled=not last)."
+                "the last backward was inside no_backward_sync, which leaves averaging gradients over ranks to a later "
+                "one; run the last one before a step outside: no_backward_sync(model, enabled=not last)."
             )
         accumulation = known.optimizers[optimizer]
         return accumulation.finish(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rogues.rogue import Rogue, parameters
+from shard_core.errors import MissingCapability
+
+if TYPE_CHECKING:
+    from shard_core.plugins import StrategyInfo
 
 
 class Summed(Rogue):
@@ -68,8 +73,44 @@ class LosesDeferred(Rogue):
 class DefersNothing(Rogue):
     """Sends gradients after each micro-batch all the same."""
 
+    @contextlib.contextmanager
+    def no_backward_sync(self, module: Any, enabled: bool = True) -> Iterator[None]:
+        with self.inner.no_backward_sync(module, enabled):
+            module.require_backward_grad_sync = True
+            yield
+
+
+class DefersInSilence(DefersNothing):
+    """Declares no deferring, does none, and does not say so."""
+
+    def __init__(self, *, info: StrategyInfo, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.info = info
+
+
+class RepeatsItself(DefersInSilence):
+    """Logs in each context, and not once, that it defers nothing."""
+
     def no_backward_sync(self, module: Any, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-        return self.inner.no_backward_sync(module, enabled=False)
+        if enabled and self.inner.is_global_zero:
+            logging.getLogger("shard_core").warning("no_backward_sync saves nothing here")
+        return super().no_backward_sync(module, enabled)
+
+
+class RefusesToDefer(Rogue):
+    """Refuses the context, as if that were what a missing capability asks for."""
+
+    def no_backward_sync(self, module: Any, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+        if enabled:
+            raise MissingCapability("DEFER_SYNC is not declared.")
+        return self.inner.no_backward_sync(module, enabled)
+
+
+class StepsInside(Rogue):
+    """Defers, and steps with what has not been averaged."""
+
+    def no_backward_sync(self, module: Any, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+        return module.no_sync() if enabled else contextlib.nullcontext()
 
 
 class IgnoresDenominator(Rogue):

@@ -127,6 +127,11 @@ class DeepSpeedStrategy(Strategy):
         else:
             names.repoint([optimizer], module)
 
+    @property
+    def engine_defers_sync(self) -> bool:
+        """Whether the stage leaves gradients whole until they are averaged: from stage 2 on they are sent as made."""
+        return self.config.zero_stage < 2
+
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally."""
         return self._zero[module].deferred() if module in self._zero else contextlib.nullcontext()

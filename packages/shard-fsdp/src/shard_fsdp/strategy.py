@@ -108,6 +108,11 @@ class FSDPStrategy(TorchEngine, Strategy):
         set_prefetching(module, units, backward=config.gathered_in_backward, forward=config.forward_prefetch)
         return module
 
+    @property
+    def engine_defers_sync(self) -> bool:
+        """Whether ``defer_sync`` leaves anything to the last micro-batch."""
+        return self.config.defer_sync != "nothing"
+
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Defer to the last micro-batch what ``defer_sync`` says."""
         return self._sharding.deferred(module)

@@ -103,6 +103,7 @@ class ZeroModule:
         """Prepare a backward."""
         self.follow_gradients()
         for each in self._trained.values():
+            each.hide_deferred()
             each.reached = False
             each.hide_gradient()
         self._layout.make_ready(self._trained.values())
@@ -117,6 +118,7 @@ class ZeroModule:
                 each.waits = False
         for each in self._trained.values():
             each.show_gradient()
+            each.show_deferred()
 
     def _begin_forward(self, module: torch.nn.Module, args: object) -> None:
         """Check early which gradients are gone, whose denominators go too, and which values are new, before they go."""

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from shard_core import SetupError
 from shard_deepspeed.zero.gradient_proxy import GradientProxy
 
 if TYPE_CHECKING:
-    import torch
-
     from shard_core.backend import FlatPart
+
+
+class _Deferred(NamedTuple):
+    """What stands in ``.grad`` of a part while a gradient waits whole in the module's parameter.
+
+    Attributes:
+        gradient: What earlier backwards have averaged, else zeros.
+        waiting: What waits, where the part has a gradient too; None where that is all there is, and may be changed.
+        changes: How often these were changed.
+    """
+
+    gradient: torch.Tensor
+    waiting: torch.Tensor | None
+    changes: tuple[int, ...]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -37,6 +51,7 @@ class TrainedParameter:
     waits: bool = False
     shown: bool = False
     _proxy: GradientProxy | None = None
+    _deferred: _Deferred | None = None
 
     def note(self, parameter: torch.Tensor) -> None:
         """Record a gradient, as a hook of autograd's."""
@@ -60,6 +75,36 @@ class TrainedParameter:
             self.parameter.grad = None
             self.shown = False
 
+    def show_deferred(self) -> None:
+        """Show in the part that a gradient waits, so that who throws that away there is noticed: it would stay."""
+        values = self.part.values
+        if not self.waits or values is self.parameter:
+            return
+        waiting = None if values.grad is None else self.parameter.grad
+        if values.grad is None:
+            values.grad = torch.zeros_like(values)
+        self._deferred = _Deferred(values.grad, waiting, _changes(values.grad, waiting))
+
+    def hide_deferred(self) -> None:
+        """Remove the zeros, to leave room for what a backward averages.
+
+        Raises:
+            SetupError: If somebody has thrown away or changed what the part showed, or a part of the gradient.
+        """
+        deferred, self._deferred = self._deferred, None
+        if deferred is None or not self.waits:
+            return
+        gradient, waiting, changes = deferred
+        replaced = self.part.values.grad is not gradient or (waiting is not None and self.parameter.grad is not waiting)
+        if replaced or _changes(gradient, waiting) != changes:
+            raise SetupError(
+                f"the gradient of {self.name!r} was thrown away or changed while it waits on its rank for the end of "
+                "no_backward_sync(), where it stands in the module's parameter and not in optimizer.param_groups; run "
+                "the last backward of these micro-batches outside, and zero gradients then, or call model.zero_grad()."
+            )
+        if waiting is None:
+            self.part.values.grad = None
+
     def follow_gradient(self) -> None:
         """Drop the gradient if it is gone from the module's parameter, and show none that is gone from the part.
 
@@ -79,3 +124,7 @@ class TrainedParameter:
                 f"a gradient was put into .grad of {self.name!r}, and the step reads that of this rank's part of it; "
                 "change gradients in optimizer.param_groups, or give backward a loss that has them."
             )
+
+
+def _changes(*gradients: torch.Tensor | None) -> tuple[int, ...]:
+    return tuple(gradient._version for gradient in gradients if gradient is not None)

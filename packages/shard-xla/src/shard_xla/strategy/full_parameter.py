@@ -32,7 +32,7 @@ class FullParameter:
     def __post_init__(self) -> None:
         self._trains = self.shard.requires_grad
         self._hooks = 0
-        self._shown = 0
+        self._shown: tuple[torch.Tensor, int] | None = None
         self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.full)
         self._watch()
 
@@ -93,7 +93,7 @@ class FullParameter:
         """Set the shard's gradient to zeros, to which the sum will be added, to show that one is kept."""
         if self.shard.grad is None:
             self.shard.grad = torch.zeros_like(self.shard)
-        self._shown = _versions.changes_of(self.shard.grad)
+        self._shown = self.shard.grad, _versions.changes_of(self.shard.grad)
 
     def check_gradient(self) -> None:
         """Refuse to go on after what is kept was thrown away or changed: only what the shard shows was.
@@ -101,9 +101,11 @@ class FullParameter:
         Raises:
             SetupError: If it was.
         """
-        if self.full.grad is None:
+        shown, self._shown = self._shown, None
+        if self.full.grad is None or shown is None:
             return
-        if self.shard.grad is None or _versions.changes_of(self.shard.grad) != self._shown:
+        gradient, changes = shown
+        if self.shard.grad is not gradient or _versions.changes_of(gradient) != changes:
             raise SetupError(
                 f"the gradient of parameter {self.name!r} was thrown away or changed while it waits for the end of "
                 "no_backward_sync(), where nothing reaches it; leave no_backward_sync() out where micro-batches may "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -86,11 +85,6 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     ) -> None:
         """Point the optimizer at the parameters on the devices."""
         repoint_to_devices([optimizer], names, self._tensors[module], self._devices)
-
-    def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Defer nothing: the compiler reduces gradients in every backward."""
-        del module
-        return contextlib.nullcontext()
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step, and run what is pending: else the graph would grow from step to step."""

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+import logging
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shard_core.capability import Capability
+from shard_core.errors import SetupError
 from shard_core.testing import models, oracle, plain_descent
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.training import set_up
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shard_core.strategy import Strategy
     from shard_core.testing.strategy_under_test import Ranks, Subject
 
@@ -23,6 +29,39 @@ _BOUND = 1e-5
 
 #: Samples of each data rank in each micro-batch; ranks beyond take from the front again.
 _RAGGED = ((9, 1, 4), (2, 7, 3))
+
+
+class Sent(NamedTuple):
+    """What a rank sent in one backward.
+
+    Attributes:
+        elements: Of tensors.
+        messages: Calls of collectives.
+    """
+
+    elements: int
+    messages: int
+
+    def __str__(self) -> str:
+        return f"{self.elements} elements in {self.messages} messages"
+
+
+_NOTHING = Sent(0, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a rank sent in a backward inside ``no_backward_sync`` and in one outside.
+
+    Attributes:
+        inside: The one.
+        outside: The other.
+        lines: What was logged of ``no_backward_sync``.
+    """
+
+    inside: Sent
+    outside: Sent
+    lines: list[str]
 
 
 class Accumulation(Suite):
@@ -49,27 +88,48 @@ class Accumulation(Suite):
         for steps in ranks.run(weighed):
             _assert_same_steps(steps, _gradients_of_weighed_batches())
 
-    @promise(needs=Capability.DEFER_SYNC, after=("averages_gradients", "micro_batches_add_up"))
+    @promise(after=("averages_gradients", "micro_batches_add_up"))
     def test_deferring_changes_nothing(self, ranks: Ranks) -> None:
-        """Leaving gradients on their rank for all but the last micro-batch gives the same gradient.
+        """All but the last micro-batch inside ``no_backward_sync``, legal under every strategy, give the same gradient.
 
         Usual cause:
-            What was deferred is never averaged, is averaged twice, or ``enabled=False`` defers all the same.
+            What was deferred is never averaged, is averaged twice, or ``enabled=False`` defers all the same; or a
+            strategy that cannot defer refuses the call.
         """
         for steps in ranks.run(deferred):
             _assert_same_steps(steps, _gradients_of_large_batches())
 
-    @promise(needs=Capability.DEFER_SYNC, after=("deferring_changes_nothing",), every_size=False)
+    @promise(after=("deferring_changes_nothing",), every_size=False)
     def test_deferring_saves_traffic(self, ranks: Ranks) -> None:
-        """A backward inside ``no_backward_sync`` sends fewer messages than one outside.
+        """Backwards inside ``no_backward_sync`` send less, or without ``DEFER_SYNC`` as much, which one line then says.
 
         Usual cause:
-            ``no_backward_sync`` does nothing, though ``DEFER_SYNC`` is declared.
+            ``no_backward_sync`` does nothing, though ``DEFER_SYNC`` is declared, or without a word.
         """
-        for rank, (inside, outside) in enumerate(ranks.run(messages)):
-            assert inside < outside or outside == 0, (
-                f"rank {rank} sent {inside} messages in a deferred backward and {outside} in another"
-            )
+        declared = Capability.DEFER_SYNC in self.info.capabilities
+        answers = ranks.run(traffic)
+        lines = answers[0].lines
+        for rank, answer in enumerate(answers):
+            inside, outside = answer.inside, answer.outside
+            sent = f"rank {rank} sent {inside} in a backward inside no_backward_sync and {outside} in one outside"
+            if declared or not lines:
+                assert inside < outside or outside == _NOTHING, f"{sent}, and nothing was logged of that"
+            else:
+                assert inside == outside, f"{sent}, though this was logged: {lines[0]}"
+            most = 1 if rank == 0 and not declared else 0
+            assert len(answer.lines) <= most, f"rank {rank} logged this, which one line of rank 0 says: {answer.lines}"
+
+    @promise(after=("deferring_changes_nothing",))
+    def test_step_inside_is_refused(self, ranks: Ranks) -> None:
+        """Clipping and stepping right after a backward inside ``no_backward_sync`` are refused, deferred or not.
+
+        Usual cause:
+            The gradients of one rank are stepped with, so that replicas drift apart; or the refusal is left to engines
+            that defer, so that a loop runs under one strategy and not under the next.
+        """
+        for rank, answers in enumerate(ranks.run(stepped_inside)):
+            for call, answer in answers.items():
+                assert "no_backward_sync" in answer, f"rank {rank}: {call} {answer or 'did not raise SetupError'}"
 
     @promise(needs=Capability.DENOMINATOR, after=("averages_gradients", "micro_batches_add_up"))
     def test_denominator_gives_the_global_mean(self, ranks: Ranks) -> None:
@@ -196,22 +256,67 @@ def _steps(strategy: Strategy, defer: int | None) -> list[dict[str, torch.Tensor
     return steps
 
 
-def messages(subject: Subject) -> tuple[int, int]:
-    """Count the messages of a deferred backward and of one that is not."""
-    with subject.strategy() as strategy:
-        model, _ = set_up(strategy, _MODEL, plain_descent.make_optimizer)
+def traffic(subject: Subject) -> Traffic:
+    """Count what backwards inside and outside send, and keep what is logged of it."""
+    with subject.strategy() as strategy, _logged() as lines:
+        model, optimizer = set_up(strategy, _MODEL, plain_descent.make_optimizer)
         batch = models.share_of(strategy, _batches()[0][0])
-        # The first backward of an engine may send more than the later ones.
-        strategy.backward(model(*batch), model)
-        return _messages(strategy, model, batch, defer=True), _messages(strategy, model, batch, defer=False)
+        # The first backwards of an engine may send more than the later ones.
+        for _ in range(2):
+            strategy.backward(model(*batch), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        inside, outside = (_sent(strategy, model, batch, inside=inside) for inside in (True, False))
+        _sent(strategy, model, batch, inside=True)
+        return Traffic(inside=inside, outside=outside, lines=lines)
 
 
-def _messages(strategy: Strategy, model: torch.nn.Module, batch: tuple[Any, ...], *, defer: bool) -> int:
-    with strategy.no_backward_sync(model, enabled=defer):
+def _sent(strategy: Strategy, model: torch.nn.Module, batch: tuple[Any, ...], *, inside: bool) -> Sent:
+    with strategy.no_backward_sync(model, enabled=inside):
         loss = model(*batch)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
             strategy.backward(loss, model)
-    return sum(event.name.startswith("c10d::") for event in profile.events())
+    events = profile.events()
+    # Torch's collectives are ``c10d::all_reduce_``; what each sends is an event such as ``gloo:all_reduce``.
+    sent = [shape for event in events if event.name.startswith(("gloo:", "nccl:")) for shape in event.input_shapes]
+    return Sent(sum(map(math.prod, sent)), sum(event.name.startswith("c10d::") for event in events))
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Collect what core logs of ``no_backward_sync``."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "no_backward_sync" in record.getMessage())
+    logger = logging.getLogger("shard_core")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def stepped_inside(subject: Subject) -> dict[str, str]:
+    """Clip and step right after a backward inside, then step after one outside; return what each raised."""
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, _MODEL, plain_descent.make_optimizer)
+        batch = models.share_of(strategy, _batches()[0][0])
+        with strategy.no_backward_sync(model):
+            strategy.backward(model(*batch), model)
+        answers = {}
+        for call in (
+            functools.partial(strategy.clip_gradients_norm, model, optimizer, 1.0),
+            functools.partial(strategy.optimizer_step, optimizer),
+        ):
+            try:
+                call()
+                answers[call.func.__name__] = ""
+            except SetupError as error:
+                answers[call.func.__name__] = str(error)
+        strategy.backward(model(*batch), model)
+        assert strategy.optimizer_step(optimizer)
+        return answers
 
 
 def counted(subject: Subject) -> list[dict[str, torch.Tensor]]:
