@@ -60,6 +60,18 @@ def make(name: str) -> nn.Module:
                 attention_dropout=0.0,
             )
         )
+    if name == "mixtral":
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=24,
+                num_local_experts=4,
+            )
+        )
     assert name == "vit"
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(

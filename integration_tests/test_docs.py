@@ -18,7 +18,7 @@ from backends import elsewhere
 from click.testing import CliRunner
 from pages import ROOT, page, pages
 
-from shard_core import Capability, RunOptions, ShardError, errors, get_strategy, plugins
+from shard_core import Capability, RunOptions, ShardError, Strategy, errors, get_strategy, plugins
 from shard_core.cli.main import main
 from shard_core.options import options_of
 from shard_core.plugins import hooks
@@ -121,6 +121,26 @@ def test_commands_exist(each):
             assert Path(head).name in ("python", "torchrun"), head
             files = {word for word in words if word.endswith(".py")}
             assert {file for file in files if not (ROOT / file).is_file()} <= scripts
+
+
+def test_names_from_elsewhere_lead_to_names_that_are_here():
+    """What tables say to write instead is a member, an argument or an option, or they would lead nowhere."""
+    found = page("docs/how-to/choose-a-strategy.md")
+    rows = [*found.table("you wrote", "here"), *found.table("there", "here")]
+    code = " ".join(row[-1] for row in rows)
+    members = {*dir(Strategy), "get_strategy", "zero_grad", "parameters", "save_pretrained"}
+    called = set(re.findall(r"(\w+)\(", code)) | set(re.findall(r"strategy\.(\w+)", code))
+    assert called <= members, called - members
+    signatures = [inspect.signature(getattr(Strategy, name)) for name in called & set(dir(Strategy))]
+    options = {each.name for row in PRESENT if row.info for each in row.info.options}
+    known = {
+        *options,
+        *inspect.signature(get_strategy).parameters,
+        *(name for one in signatures for name in one.parameters),
+    }
+    keywords = set(re.findall(r"(\w+)=", code))
+    assert keywords <= known, keywords - known
+    assert {*re.findall(r'get_strategy\("(\w+)"', code)} <= {each.name for each in PRESENT}
 
 
 def test_the_tutorial_tells_every_option_of_the_example():

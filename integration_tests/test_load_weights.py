@@ -1,5 +1,6 @@
 """Weights that other libraries wrote, loaded under every strategy without any rank holding the whole model."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from shard_core import get_strategy
 from shard_core.checkpoint.interop.hf_export import export
+from shard_core.errors import CheckpointMismatch
 from shard_core.testing.oracle import assert_same_weights
 
 WORLDS = [("single", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
@@ -27,25 +29,6 @@ def pretrained(name: str, folder: Path, dtype: torch.dtype = torch.float32, size
     return folder
 
 
-#: What this release of transformers calls in its files otherwise than in its modules.
-VIT = {
-    "encoder.layer.": "layers.",
-    "attention.attention.query": "attention.q_proj",
-    "attention.attention.key": "attention.k_proj",
-    "attention.attention.value": "attention.v_proj",
-    "attention.output.dense": "attention.o_proj",
-    "intermediate.dense": "mlp.fc1",
-    "output.dense": "mlp.fc2",
-}
-
-
-def live_name(name: str) -> str:
-    """Translate the name of a tensor in a file."""
-    for there, here in VIT.items():
-        name = name.replace(there, here)
-    return name
-
-
 def outputs_and_theirs(strategy_name: str, name: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Load without ever computing initial values where that is promised; compute beside transformers."""
     (batch,) = hugging_face.batches(name, 1, 3)
@@ -53,7 +36,7 @@ def outputs_and_theirs(strategy_name: str, name: str, folder: Path) -> tuple[tor
         with strategy.module_init_context(empty_init=True if strategy_name == "fsdp" else None):
             model = hugging_face.make(name)
         model = strategy.setup_module(model)
-        assert strategy.load_weights(folder, model, names=live_name if name == "vit" else None) == ()
+        assert strategy.load_weights(folder, model) == ()
         model.eval()
         theirs = type(hugging_face.make(name)).from_pretrained(folder).eval()
         state = theirs.state_dict()
@@ -63,7 +46,7 @@ def outputs_and_theirs(strategy_name: str, name: str, folder: Path) -> tuple[tor
             return model(**batch).logits, theirs(**batch).logits
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "mixtral"])
 @pytest.mark.parametrize(("strategy", "size"), WORLDS)
 def test_models_compute_what_from_pretrained_gives(
     worlds: Any, tmp_path: Path, strategy: str, size: int, name: str
@@ -72,6 +55,37 @@ def test_models_compute_what_from_pretrained_gives(
     assert len(list(folder.glob("*.safetensors"))) > 1
     for ours, theirs in worlds(size).run(outputs_and_theirs, strategy, name, folder, timeout=120):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (None, "has shape (4, 32, 24) here, (3, 32, 24) in the files"),
+        ((5, 5), "'model.layers.1.block_sparse_moe.experts.2.w2.weight' is in the files, but not here"),
+    ],
+)
+def test_what_cannot_be_converted_is_listed_and_nothing_changed(
+    tmp_path: Path, change: tuple[int, int] | None, says: str
+) -> None:
+    weights = load_file(pretrained("mixtral", tmp_path / "whole", size="1GB") / "model.safetensors")
+    expert = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    assert expert in weights, "the library's files have other names now"
+    if change:
+        weights[expert] = torch.zeros(change)
+    else:
+        del weights[expert]
+    save_file(weights, tmp_path / "model.safetensors")
+    with get_strategy("single", accelerator="cpu") as strategy:
+        model = strategy.setup_module(hugging_face.make("mixtral"))
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        with pytest.raises(CheckpointMismatch, match=re.escape(says)):
+            strategy.load_weights(tmp_path / "model.safetensors", model)
+        torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+        with pytest.warns(UserWarning, match="experts.down_proj"):
+            left = strategy.load_weights(tmp_path / "model.safetensors", model, strict=False)
+        loaded = model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"][2, :24]
+        assert torch.equal(loaded, weights["model.layers.1.block_sparse_moe.experts.2.w1.weight"])
+        assert any(says in each for each in left)
 
 
 def trained(strategy_name: str, folder: Path) -> Any:

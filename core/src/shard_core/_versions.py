@@ -54,6 +54,12 @@ it, users pass ``shard_stream=False``.
 ``CustomPolicy._run_policy``: which modules a policy made of a function chooses; its neighbour ``ModuleWrapPolicy`` can
 be called. Checked on torch 2.9.0 and 2.13.0. It can go when ``CustomPolicy`` can be called too.
 
+``get_model_conversion_mapping`` of ``transformers.conversion_mapping``, and ``rename_source_key`` and
+``dot_natural_key`` of ``transformers.core_model_loading``: how the files of a model become what its module holds; the
+classes of what they return, ``WeightConverter`` and ``WeightRenaming``, and their methods ``add_tensor`` and
+``convert``. Imported where such a model is loaded. Checked on transformers 5.23.0. They can go when transformers
+converts a state dict in public without building the model whole.
+
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch shows it in public.
 """

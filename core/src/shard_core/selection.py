@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core import plugins
 from shard_core.capability import Capability
-from shard_core.environment_options import VARIABLE, environment_options, import_references
 from shard_core.errors import InvalidOption, MissingCapability, UnsupportedFloat16, UnsupportedPrecision
-from shard_core.options import check_names, options_of
+from shard_core.options import OPTIONS_VARIABLE, check_names, environment_options, import_references, options_of
 from shard_core.precision.interface import Precision, PrecisionPolicy
 from shard_core.precision.policies import POLICIES, resolve_name
 from shard_core.run_options import RunOptions
@@ -148,12 +147,12 @@ def check_options(info: StrategyInfo, options: Mapping[str, Any], source: str = 
 def _outside(info: StrategyInfo, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``SHARD_OPTIONS`` that the call leaves open."""
     outside = environment_options()
-    check_options(info, outside, f"{VARIABLE}: ")
+    check_options(info, outside, f"{OPTIONS_VARIABLE}: ")
     for name in outside.keys() & given.keys():
         value = outside.pop(name)
         if value != given[name]:
             warnings.warn(
-                f"{name}={value!r} of {VARIABLE} is not used: the call of get_strategy gives {given[name]!r}.",
+                f"{name}={value!r} of {OPTIONS_VARIABLE} is not used: the call of get_strategy gives {given[name]!r}.",
                 stacklevel=3,
             )
     for name in outside.keys() & _SECONDS:

@@ -12,8 +12,7 @@ from typing import Any
 import click
 
 from shard_core import plugins
-from shard_core.environment_options import VARIABLE as _OPTIONS
-from shard_core.environment_options import environment_options
+from shard_core.options import OPTIONS_VARIABLE, environment_options
 from shard_core.selection import check_options
 from shard_core.testing.option_arguments import Assignment, values_of
 
@@ -76,7 +75,7 @@ def _pass_on(strategy: str | None, typed: list[str]) -> dict[str, Any]:
         os.environ[_VARIABLE] = info.name
     if options:
         try:
-            os.environ[_OPTIONS] = json.dumps(options)
+            os.environ[OPTIONS_VARIABLE] = json.dumps(options)
         except TypeError as error:
             raise click.UsageError(f"ranks get options as JSON: {error}.") from error
     return options
@@ -96,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help=f"An option of the strategy, passed to ranks in {_OPTIONS}; repeatable.",
+        help=f"An option of the strategy, passed to ranks in {OPTIONS_VARIABLE}; repeatable.",
     )
     ours.add_argument("--json", action="store_true", help="End with one line of JSON about the run.")
     if "PET_MASTER_PORT" not in os.environ:

@@ -273,6 +273,7 @@ class StrategyCheckpointing(StrategyStateDict):
         left = load_weights(
             path,
             state,
+            module=known.module,
             coordinator=self.collectives,
             key=key,
             names=names,

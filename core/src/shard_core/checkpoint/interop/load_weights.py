@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shard_core.checkpoint.all_ranks import check_same_path, on_all_ranks
 from shard_core.checkpoint.checks import check_flag, check_key, check_names, check_storage_options
 from shard_core.checkpoint.format.foreign_formats import INDEX_SUFFIX
+from shard_core.checkpoint.interop.hf_conversion import Conversion
 from shard_core.checkpoint.interop.mismatch import Findings, Names, WeightsMatcher, fill
 from shard_core.checkpoint.interop.recognition import find_weights, received_weights
 from shard_core.checkpoint.interop.source import Source, open_source
@@ -19,6 +21,8 @@ from shard_core.checkpoint.storage.interface import Listed
 from shard_core.errors import CheckpointMismatch
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shard_core.checkpoint.interop.weights import Reader, Weights
     from shard_core.checkpoint.state.shard import TensorShard
     from shard_core.checkpoint.state.training_state import TrainingState
@@ -30,6 +34,7 @@ def load_weights(
     state: TrainingState,
     *,
     coordinator: Coordinator,
+    module: nn.Module | None = None,
     key: str | None = None,
     names: Names | None = None,
     cast: bool = False,
@@ -40,8 +45,9 @@ def load_weights(
 
     Args:
         path: The files, by a path or a URL.
-        state: The module, and nothing else.
+        state: The module's, and nothing else's.
         coordinator: How ranks talk.
+        module: The module itself, whose library may convert what is in the files; None takes them as they are.
         key: Which state dict in the files; None if they are one themselves.
         names: How the files' names become the module's; None if they are the same.
         cast: Whether floating-point tensors may change their dtype.
@@ -84,7 +90,7 @@ def load_weights(
         assert found is not None  # rank 0 has found some
         kind, plain, files = found
         listed = [Listed(name=name, bytes=length) for name, length in files]
-        load = _Load(received_weights(kind, plain), listed, sources[0], state, names=names, cast=cast)
+        load = _Load(received_weights(kind, plain), listed, sources[0], state, module, names=names, cast=cast)
         each = on_all_ranks(coordinator, doing, lambda: load.compare(coordinator.rank, stack).to_plain())
         findings = Findings.joint([Findings.from_plain(*plain) for plain in each])
         if findings.mismatches and strict:
@@ -106,6 +112,7 @@ class _Load:
         listing: Sequence[Listed],
         source: Source,
         state: TrainingState,
+        module: nn.Module | None,
         *,
         names: Names | None,
         cast: bool,
@@ -114,6 +121,7 @@ class _Load:
         self._listing = listing
         self._source = source
         self._state = state
+        self._module = module
         self._names = names
         self._cast = cast
 
@@ -128,10 +136,20 @@ class _Load:
             self._shards.setdefault(name_in(shard.key), []).append(shard)
         aliases = {name_in(alias): name_in(key) for alias, key in self._state.aliases().items()}
         self._reader: Reader = stack.enter_context(self._weights.opened(self._source))
+        if self._module is not None and self._names is None:
+            self._convert(self._module)
         matcher = WeightsMatcher(self._weights, self._shards, aliases, names=self._names, cast=self._cast)
         self._sources = matcher.sources
         with self._source.naming():
             return matcher.findings(self._reader)
+
+    def _convert(self, module: nn.Module) -> None:
+        """Replace weights that a library calls or lays out otherwise in files by what it makes of them."""
+        stored = self._weights.tensors
+        conversion = Conversion.of(module, stored)
+        if conversion is not None:
+            self._reader = conversion.opened(self._reader, stored)
+            self._weights = dataclasses.replace(self._weights, tensors=conversion.tensors)
 
     def fill(self, findings: Findings) -> None:
         """Fill what fits."""
