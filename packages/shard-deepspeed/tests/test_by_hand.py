@@ -282,59 +282,6 @@ def test_deferred_gradients_are_thrown_away_with_the_modules(worlds: Any) -> Non
         oracle.assert_same_weights(weights, model.state_dict(), 1e-5)
 
 
-def replace_gradients(tensors: Any) -> None:
-    for tensor in tensors:
-        tensor.grad = tensor.grad * 0.5
-
-
-def scale_parts(model: Any, optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        for part in group["params"]:
-            part.grad.mul_(0.5)
-
-
-#: What is done between two micro-batches, and whether it reaches only a part of the gradient after one that is sent.
-TOUCHES: list[tuple[Callable[[Any, Any], None], bool]] = [
-    (lambda model, optimizer: optimizer.zero_grad(), False),
-    (lambda model, optimizer: optimizer.zero_grad(set_to_none=False), False),
-    (lambda model, optimizer: replace_gradients(p for group in optimizer.param_groups for p in group["params"]), False),
-    (scale_parts, False),
-    (lambda model, optimizer: rescale_gradients(model), True),
-    (lambda model, optimizer: model.zero_grad(set_to_none=False), True),
-    (lambda model, optimizer: replace_gradients(model.parameters()), True),
-]
-
-
-def touched(sent: bool) -> list[str]:
-    messages = []
-    first, second = models.batches("plain", 2, _BATCH)
-    for touch, _ in TOUCHES:
-        with get_strategy("deepspeed", stage=1) as strategy:
-            model, optimizer = set_up(strategy, Scaled, lambda module: _OPTIMIZERS["sgd"](module.parameters()))
-            if sent:
-                strategy.backward(model(*models.share_of(strategy, second)), model)
-            with strategy.no_backward_sync(model):
-                strategy.backward(model(*models.share_of(strategy, first)), model)
-            touch(model, optimizer)
-            loss = model(*models.share_of(strategy, second))
-            try:
-                strategy.backward(loss, model)
-                messages.append("")
-            except SetupError as error:
-                messages.append(str(error))
-    return messages
-
-
-@pytest.mark.parametrize("sent", [False, True])
-def test_deferred_gradients_out_of_sight_are_not_thrown_away(worlds: Any, sent: bool) -> None:
-    for messages in worlds(2).run(touched, sent):
-        for (_, partly), message in zip(TOUCHES, messages, strict=True):
-            if sent or not partly:
-                assert message.startswith("the gradient of 'factor' was thrown away or changed while it waits"), message
-            else:
-                assert not message
-
-
 def denominators(stage: int) -> dict[str, torch.Tensor]:
     with get_strategy("deepspeed", stage=stage) as strategy:
         model, optimizer = set_up(strategy, Scaled, lambda module: _OPTIMIZERS["sgd"](module.parameters()))
