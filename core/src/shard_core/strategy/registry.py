@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from shard_core.errors import SetupError
+from shard_core.parameters import plain_name
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,8 @@ class SetUpModule:
         partial_state: What refuses its ``state_dict`` where that would hold parts.
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
-        frozen: Parameters that must stay frozen because they were at setup, by name.
+        untrained: The names, those of ties included, of parameters that were frozen at setup.
+        frozen: Those of them that must stay so, by name.
         dims_changed: Whether setup has left parameters with other numbers of dims.
         deferring: Whether its backwards keep gradients on this rank just now.
         gradients_deferred: Whether the last backward did: an engine may show no ``.grad`` until the next sync.
@@ -44,10 +46,16 @@ class SetUpModule:
     partial_state: PartialStateDict
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
+    untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     dims_changed: bool = False
     deferring: bool = False
     gradients_deferred: bool = False
+
+    def never_trained(self) -> list[str]:
+        """List the names of parameters that were frozen at setup and still are."""
+        now = self.module.named_parameters(remove_duplicate=False)
+        return sorted(self.untrained - {plain_name(name) for name, each in now if each.requires_grad})
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse groups that may have been formed by dims that setup has changed.

@@ -191,6 +191,8 @@ class StrategySetup(StrategyLifecycle):
         check_no_gradients(names)
         self.precision.convert_module(module)
         shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
+        parameters = module.named_parameters(remove_duplicate=False)
+        untrained = frozenset(plain_name(name) for name, each in parameters if not each.requires_grad)
         called = self.engine_setup(module, optimizers, names)
         check_hooks_kept(names, module)
         sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
@@ -216,6 +218,7 @@ class StrategySetup(StrategyLifecycle):
                 partial_state=partial,
                 forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
+                untrained=untrained,
                 frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
                 dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
             )
