@@ -71,6 +71,7 @@ class DDPStrategy(TorchEngine, Strategy):
 
     default_info = DDP
     config_type = DDPConfig
+    engine_keeps_quantized = True
     config: DDPConfig
     _passes: weakref.WeakKeyDictionary[DistributedDataParallel, _Passes]
     _trained: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, torch.nn.Parameter]]

@@ -41,6 +41,7 @@ class SingleStrategy(TorchEngine, Strategy):
 
     default_info = SINGLE
     config_type = SingleConfig
+    engine_keeps_quantized = True
     engine_backward_keywords = ("gradient", "retain_graph", "create_graph", "inputs")
 
     def engine_collectives(self, name: str | None) -> Collectives:

@@ -56,6 +56,10 @@ class Engine(abc.ABC):
     #: and saved as they are.
     engine_keeps_torch_tensors: ClassVar[bool] = False
 
+    #: Whether parameters stay whole and are moved by their own ``to``, so that quantised ones, whose shapes and dtypes
+    #: are not those of what they stand for, stay what they are; elsewhere they are refused by name.
+    engine_keeps_quantized: ClassVar[bool] = False
+
     #: Keywords of ``Tensor.backward`` that ``engine_backward`` honours; others are refused by name.
     engine_backward_keywords: ClassVar[Sequence[str]] = ("gradient", "retain_graph")
 

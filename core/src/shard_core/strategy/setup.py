@@ -15,6 +15,7 @@ from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
+from shard_core.quantization import quantized_part
 from shard_core.randomness import seed_data_rank, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
@@ -187,6 +188,7 @@ class StrategySetup(StrategyLifecycle):
         kind = type(module).__name__  # engines may exchange the class
         self.collectives.barrier(f"setup of {kind}")
         self._require_elementwise(optimizers)
+        self._refuse_quantized(module)
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
@@ -224,6 +226,15 @@ class StrategySetup(StrategyLifecycle):
             )
         )
         return called
+
+    def _refuse_quantized(self, module: torch.nn.Module) -> None:
+        found = None if self.engine_keeps_quantized else quantized_part(module)
+        if found is not None:
+            name, kind = found
+            raise SetupError(
+                f"{name!r} is {kind}, and strategy {self.info.name!r} would not keep it what it is when it lays out "
+                "parameters anew; load the model without quantization, or train it under 'ddp' or 'single'."
+            )
 
     def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse on all ranks what rank 0 refuses; were each to judge for itself, some might go on alone."""
