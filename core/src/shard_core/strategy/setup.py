@@ -15,12 +15,12 @@ from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
-from shard_core.quantization import quantized_part
 from shard_core.randomness import seed_data_rank, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
 from shard_core.strategy.lifecycle import StrategyLifecycle
 from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
+from shard_core.strategy.quantization import quantized_part
 from shard_core.strategy.registry import SetUpModule
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from shard_core import SetupError, get_strategy
-from shard_core.quantization import quantized_part
 from shard_core.strategies.single import SingleStrategy
+from shard_core.strategy.quantization import quantized_part
 
 SETUP = r"'1.weight' is Params4bit of bitsandbytes, and strategy 'single' would not keep it what it is .*under 'ddp'"
 
