@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from wire import Wire
 
-from shard_core import get_strategy
+from shard_core import SetupError, get_strategy
 from shard_core.backend import local_part
 
 WIDTH, RANK = 64, 2
@@ -88,3 +88,19 @@ def test_only_what_is_trained_is_reduced(worlds: Any, options: dict[str, Any]) -
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(weights[name], parameter, rtol=1e-5, atol=1e-6, msg=name)
             assert name in trained or torch.equal(weights[name], parameter)
+
+
+class Int8Params(nn.Parameter):
+    """What bitsandbytes calls its eight-bit weights."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+
+def test_a_quantised_base_is_refused_by_name() -> None:
+    model = Adapted()
+    model.frozen.weight = Int8Params(torch.zeros(WIDTH, WIDTH, dtype=torch.int8), requires_grad=False)
+    with (
+        get_strategy("fsdp", accelerator="cpu") as strategy,
+        pytest.raises(SetupError, match=r"'frozen\.weight' is Int8Params of bitsandbytes, and strategy 'fsdp'"),
+    ):
+        strategy.setup_module(model)

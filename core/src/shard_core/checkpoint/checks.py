@@ -69,5 +69,15 @@ def check_key(key: object) -> None:
         raise InvalidOption(f"key is {_described(key)}; give the key of a state dict in the file, such as 'model'.")
 
 
+def check_adapter(adapter: object) -> None:
+    """Check that the name of adapters is text.
+
+    Raises:
+        InvalidOption: If it is not.
+    """
+    if adapter is not None and not isinstance(adapter, str):
+        raise InvalidOption(f"adapter is {_described(adapter)}; give the name of adapters, such as 'default'.")
+
+
 def _described(value: object) -> str:
     return f"{value!r}, of type {type(value).__name__}"

@@ -16,7 +16,10 @@ OWN_KEYS = "shard_"
 #: Where the random number generators of all ranks stood. It is how a run stands, not what it has learned.
 RANDOM_KEY = f"{OWN_KEYS}random"
 
-#: What the keys of their tensors begin with.
+#: The keys of the parameters that a save has left out because they are frozen.
+FROZEN_KEY = f"{OWN_KEYS}frozen"
+
+#: What the keys of the generators' tensors begin with.
 RANDOM_TENSORS = f"{VALUE}{RANDOM_KEY}."
 
 

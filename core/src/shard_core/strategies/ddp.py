@@ -33,6 +33,7 @@ class DDPStrategy(TorchEngine, Strategy):
 
     default_info = DDP
     config_type = DDPConfig
+    engine_keeps_quantized = True
     config: DDPConfig
 
     @functools.cached_property

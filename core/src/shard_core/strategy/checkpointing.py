@@ -14,8 +14,10 @@ from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.checks import check_filter, check_flag, check_storage_options
 from shard_core.checkpoint.interface import SaveHandle
 from shard_core.checkpoint.interop.load_weights import load_weights
-from shard_core.checkpoint.keys import OWN_KEYS, RANDOM_KEY
+from shard_core.checkpoint.keys import FROZEN_KEY, OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.state.app_state import AppState
+from shard_core.checkpoint.state.filtered import TrainedState
+from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.checkpoint.storage.opening import check_path
 from shard_core.errors import CheckpointError, CollectiveError, InvalidOption, ShardError
 from shard_core.strategy.random_state import (
@@ -50,6 +52,7 @@ class StrategyCheckpointing(StrategyStateDict):
         *,
         storage_options: Mapping[str, Any] | None = None,
         filter: Callable[[str], bool] | None = None,
+        frozen: bool = True,
         state_dict_type: str | None = None,
         blocking: bool | None = None,
     ) -> SaveHandle:
@@ -66,6 +69,8 @@ class StrategyCheckpointing(StrategyStateDict):
                 values, by keys of your choice.
             storage_options: For the store a URL names, as fsspec takes them.
             filter: Returns for a key, such as ``model.head.weight``, whether the tensor is written.
+            frozen: Whether parameters are written that were frozen at setup and still are, such as the model that
+                adapters stand in. Without them a checkpoint loads strictly where they are there already.
             state_dict_type: ``"sharded"`` (the default, unless an option of the strategy sets another) or ``"full"``.
             blocking: Whether to return only when the checkpoint is complete; None leaves it to ``checkpoint_io``,
                 whose default blocks.
@@ -87,11 +92,15 @@ class StrategyCheckpointing(StrategyStateDict):
 
         def collect() -> tuple[TrainingState, dict[str, Any]]:
             check_filter(filter)
+            check_flag("frozen", frozen)
             check_flag("blocking", blocking, or_none=True)
             check_storage_options(storage_options)
             contents = self._contents(state)
             values = contents.values()
-            return self.engine_state(contents.modules, contents.optimizers), values
+            described = self.engine_state(contents.modules, contents.optimizers)
+            if not frozen:
+                values[FROZEN_KEY] = self._never_trained(contents.modules)
+            return described, values
 
         def say() -> tuple[RankState, Any]:
             nonlocal begun
@@ -114,6 +123,8 @@ class StrategyCheckpointing(StrategyStateDict):
             if begun is not None:
                 begun.abandon()
             raise
+        if not frozen:
+            tensors = TrainedState(tensors, values[FROZEN_KEY])
         values[RANDOM_KEY] = joint_random_state([random for random, _ in answers])
         said = [each for _, each in answers]
         if begun is not None and None in said:  # not on every rank, which save() will say
@@ -224,6 +235,7 @@ class StrategyCheckpointing(StrategyStateDict):
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
         random = loaded.values.pop(RANDOM_KEY, None)
+        loaded.values.pop(FROZEN_KEY, None)
         left = contents.replace(loaded.values, into=state)
         if contents.optimizers and random is not None:
             self._set_random_state(random, data_ranks)
@@ -236,16 +248,17 @@ class StrategyCheckpointing(StrategyStateDict):
         *,
         key: str | None = None,
         names: Names | None = None,
+        adapter: str | None = None,
         cast: bool = False,
         strict: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> tuple[str, ...]:
         """Fill a module with weights that another library has written; every rank calls this.
 
-        The path is a folder of safetensors files as Hugging Face's libraries write it, a folder of
-        ``torch.distributed.checkpoint``, a safetensors file, or a file of ``torch.save``; which it is can be seen. Each
-        rank reads what it holds of each tensor, and nothing in the files is executed. A tensor that is tied here needs
-        to be there under one of its names only.
+        The path is a folder of safetensors files as Hugging Face's libraries write it (PEFT's adapters too), a folder
+        of ``torch.distributed.checkpoint``, a safetensors file, or a file of ``torch.save``; which it is can be seen.
+        Each rank reads what it holds of each tensor, and nothing in the files is executed. A tensor that is tied here
+        needs to be there under one of its names only.
 
         Args:
             path: The file or the folder, by a path or a URL.
@@ -253,6 +266,8 @@ class StrategyCheckpointing(StrategyStateDict):
             key: For files that hold state dicts under keys: which, such as ``"model"`` in ``{"model": {...}}``.
             names: The module's name for each of the files' names, as a dict or a function; None for a name drops the
                 tensor. Names that a dict does not have stay as they are.
+            adapter: Which of the module's adapters a folder that PEFT has written fills; None for the only ones. What
+                they stand in stays as it is.
             cast: Whether floating-point tensors may be brought to the module's dtypes.
             strict: Whether anything that differs or lacks is an error, before anything was touched.
             storage_options: For the store a URL names.
@@ -277,6 +292,7 @@ class StrategyCheckpointing(StrategyStateDict):
             coordinator=self.collectives,
             key=key,
             names=names,
+            adapter=adapter,
             cast=cast,
             strict=strict,
             storage_options=storage_options,
@@ -315,6 +331,12 @@ class StrategyCheckpointing(StrategyStateDict):
 
         found = on_all_ranks(self.collectives, f"looking for checkpoints in {str(folder)!r}", find)[0]
         return None if found is None else Path(found[0]) if found[1] else found[0]
+
+    def _never_trained(self, modules: Mapping[str, torch.nn.Module]) -> list[str]:
+        """List the keys of the parameters of modules that were frozen at setup and still are."""
+        keys = KeySpace(list(modules))
+        found = {name: self._registry.find(module) for name, module in modules.items()}
+        return [keys.parameter(key, name) for key, known in found.items() if known for name in known.never_trained()]
 
     def _random_state(self) -> RankState:
         return own_random_state(self.root_device, self.distributed_sampler_kwargs["rank"], self.engine_random_state())

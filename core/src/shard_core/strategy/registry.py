@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from shard_core.errors import SetupError
+from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class SetUpModule:
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
         unstepped: What gradients still need while there is no optimizer.
-        frozen: Parameters that must stay frozen because they were at setup, by name.
+        untrained: The names, those of ties included, of parameters that were frozen at setup.
+        frozen: Those of them that must stay so, by name.
         dims_changed: Whether setup has left parameters with other numbers of dims.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
         last_inside: Whether the last backward stood inside, so that no step may follow, whatever the engine deferred.
@@ -48,6 +50,7 @@ class SetUpModule:
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
+    untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     dims_changed: bool = False
     inside_no_sync: bool = False
@@ -71,6 +74,11 @@ class SetUpModule:
                 "the last backward was inside no_backward_sync, which leaves averaging gradients over ranks to a later "
                 "one; run the last one before a step outside: no_backward_sync(model, enabled=not last)."
             )
+
+    def never_trained(self) -> list[str]:
+        """List the names of parameters that were frozen at setup and still are."""
+        now = self.module.named_parameters(remove_duplicate=False)
+        return sorted(self.untrained - {plain_name(name) for name, each in now if each.requires_grad})
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse groups that may have been formed by dims that setup has changed.

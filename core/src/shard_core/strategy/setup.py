@@ -20,6 +20,7 @@ from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
 from shard_core.strategy.lifecycle import StrategyLifecycle
 from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
+from shard_core.strategy.quantization import quantized_part
 from shard_core.strategy.registry import SetUpModule
 
 T = TypeVar("T")
@@ -188,10 +189,13 @@ class StrategySetup(StrategyLifecycle):
         kind = type(module).__name__  # engines may exchange the class
         self.collectives.barrier(f"setup of {kind}")
         self._require_elementwise(optimizers)
+        self._refuse_quantized(module)
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
         shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
+        parameters = module.named_parameters(remove_duplicate=False)
+        untrained = frozenset(plain_name(name) for name, each in parameters if not each.requires_grad)
         called = self.engine_setup(module, optimizers, names)
         check_hooks_kept(names, module)
         sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
@@ -217,11 +221,21 @@ class StrategySetup(StrategyLifecycle):
                 partial_state=partial,
                 forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
+                untrained=untrained,
                 frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
                 dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
             )
         )
         return called
+
+    def _refuse_quantized(self, module: torch.nn.Module) -> None:
+        found = None if self.engine_keeps_quantized else quantized_part(module)
+        if found is not None:
+            name, kind = found
+            raise SetupError(
+                f"{name!r} is {kind}, and strategy {self.info.name!r} would not keep it what it is when it lays out "
+                "parameters anew; load the model without quantization, or train it under 'ddp' or 'single'."
+            )
 
     def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse on all ranks what rank 0 refuses; were each to judge for itself, some might go on alone."""

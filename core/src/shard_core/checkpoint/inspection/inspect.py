@@ -14,7 +14,7 @@ from shard_core.checkpoint.format.json_fields import Fields
 from shard_core.checkpoint.format.manifest import Manifest
 from shard_core.checkpoint.format.values import plain
 from shard_core.checkpoint.inspection.verify import header_is_intact
-from shard_core.checkpoint.keys import KINDS, RANDOM_KEY, RANDOM_TENSORS
+from shard_core.checkpoint.keys import FROZEN_KEY, KINDS, RANDOM_KEY, RANDOM_TENSORS
 from shard_core.checkpoint.retention.run_folder import run_entry
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.errors import CheckpointCorrupted
@@ -144,7 +144,7 @@ def inspect(
     entry = run_entry(folder)
     try:
         optimizers = {name: _optimizer(name, content) for name, content in manifest.optimizers.items()}
-        values = {name: plain(value) for name, value in manifest.values.items() if name != RANDOM_KEY}
+        values = {name: plain(value) for name, value in manifest.values.items() if name not in (RANDOM_KEY, FROZEN_KEY)}
         information = {name: plain(value) for name, value in manifest.information.items()}
     except RecursionError as error:
         raise CheckpointCorrupted(f"the manifest of {str(folder)!r} holds values nested too deeply.") from error

@@ -17,8 +17,15 @@ from shard_core.checkpoint.format.box import Box
 from shard_core.checkpoint.format.dtypes import torch_dtype
 from shard_core.checkpoint.inspection.opened import OpenedCheckpoint
 from shard_core.checkpoint.interop.casting import overflows
-from shard_core.checkpoint.interop.hf_layout import Configuration, divide, is_of_an_export, write_weights_index
-from shard_core.checkpoint.keys import model_key
+from shard_core.checkpoint.interop.hf_layout import (
+    Configuration,
+    divide,
+    is_of_an_export,
+    whole_file,
+    write_weights_index,
+)
+from shard_core.checkpoint.interop.peft_layout import ADAPTER_WEIGHTS_NAME, AdapterConfiguration
+from shard_core.checkpoint.keys import FROZEN_KEY, model_key
 from shard_core.checkpoint.save.writer import Entry, TensorFileWriter
 from shard_core.checkpoint.storage.local import LocalFolder, fsync_folder
 from shard_core.checkpoint.storage.opening import is_url
@@ -62,6 +69,7 @@ def export(
     max_shard_size: int = 5 * 10**9,
     config: str | os.PathLike[str] | None = None,
     module: str | None = None,
+    adapter: str | None = None,
     prefix: str = "",
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -78,8 +86,10 @@ def export(
         dtype: What floating-point tensors are cast to: ``"fp32"``, ``"bf16"`` or ``"fp16"``; None leaves them.
         max_shard_size: How many bytes of tensors a file may hold; a larger tensor has a file of its own.
         config: A model's configuration to put beside: a JSON file, or a folder that holds a ``config.json`` and
-            perhaps a tokenizer.
+            perhaps a tokenizer. With an ``adapter_config.json`` instead, PEFT's adapters alone are written, as its
+            ``from_pretrained`` loads them.
         module: The user's name for the module; None for the only one.
+        adapter: Which adapters, by the name they have in the model; None for the only ones.
         prefix: Only tensors whose names begin with this, which is taken off: ``"model."`` where the model was an
             attribute of another module.
         overwrite: Whether an export that stands there is replaced.
@@ -100,9 +110,25 @@ def export(
     opened = OpenedCheckpoint(path, storage_options)
     code = _code(dtype)
     keys, tied = _names(opened, module, prefix)
-    configuration = Configuration.find(Path(config)) if config is not None else None
+    adapters = AdapterConfiguration.find(Path(config)) if config is not None else None
+    configuration = Configuration.find(Path(config)) if config is not None and adapters is None else None
+    if adapters is not None:
+        # Tied tensors are stored under each of their names, as PEFT does.
+        keys |= {alias: keys[name] for alias, name in tied.items()}
+        keys, tied = {stored: keys[name] for stored, name in adapters.names(keys, adapter).items()}, {}
+    elif adapter is not None:
+        raise InvalidOption(
+            f"adapter={adapter!r} is for adapters alone; give their adapter_config.json, or the folder it is in, with "
+            "config=PATH (--config)."
+        )
+    elif FROZEN_KEY in opened.manifest.values:
+        raise InvalidOption(
+            f"{str(opened.folder)!r} was saved without what is frozen, so it is no whole model; for PEFT's adapters, "
+            "give their adapter_config.json, or the folder it is in, with config=PATH (--config)."
+        )
     _check_target(target, opened.folder, overwrite)
-    files = divide([_entry(opened, name, key, code) for name, key in keys.items()], max_shard_size)
+    entries = [_entry(opened, name, key, code) for name, key in keys.items()]
+    files = divide(entries, max_shard_size) if adapters is None else [whole_file(ADAPTER_WEIGHTS_NAME, entries)]
     total, done = sum(entry.bytes for file in files for entry in file.entries), 0
     with _folder(target) as folder:
         for file in files:
@@ -116,6 +142,8 @@ def export(
         write_weights_index(folder, files)
         if configuration is not None:
             configuration.write(folder, code)
+        if adapters is not None:
+            adapters.write(folder)
     return Exported(
         path=os.fspath(out),
         files=tuple(file.name for file in files),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.format.dtypes import torch_dtype
+from shard_core.checkpoint.interop.peft_layout import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from shard_core.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -63,10 +64,13 @@ def divide(entries: Sequence[Entry], most_bytes: int) -> list[WeightsFile]:
         files[-1].append(entry)
         room -= entry.bytes
     names = [f"model-{place:05d}-of-{len(files):05d}.safetensors" for place in range(1, len(files) + 1)]
-    return [
-        WeightsFile(name=name, entries=tuple(sorted(each, key=lambda entry: -entry.item_bytes)))
-        for name, each in zip(names if len(files) > 1 else ["model.safetensors"], files, strict=True)
-    ]
+    names = names if len(files) > 1 else ["model.safetensors"]
+    return [whole_file(name, each) for name, each in zip(names, files, strict=True)]
+
+
+def whole_file(name: str, entries: Sequence[Entry]) -> WeightsFile:
+    """Return a file of these tensors, sorted as a file needs them."""
+    return WeightsFile(name=name, entries=tuple(sorted(entries, key=lambda entry: -entry.item_bytes)))
 
 
 def write_weights_index(folder: Folder, files: Sequence[WeightsFile]) -> None:
@@ -133,4 +137,5 @@ class Configuration:
 
 def is_of_an_export(name: str) -> bool:
     """Return whether a folder of weights may hold a file of this name."""
-    return bool(_WEIGHTS.fullmatch(name) or _COMPANIONS.fullmatch(name)) or name in (CONFIG_NAME, INDEX_NAME)
+    named = (CONFIG_NAME, INDEX_NAME, ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME)
+    return bool(_WEIGHTS.fullmatch(name) or _COMPANIONS.fullmatch(name)) or name in named

@@ -107,7 +107,7 @@ class WeightsMatcher:
         """Match each stored tensor to the live one it is for."""
         stored = (*self._weights.tensors, *self._weights.others)
         for name in stored:
-            target = _renamed(name, names)
+            target = renamed(name, names)
             if target is None:
                 continue
             live = self._aliases.get(target, target)
@@ -165,7 +165,12 @@ class WeightsMatcher:
         return nearest(name, others) if len(self._mismatches) < _HINTS else ""
 
 
-def _renamed(name: str, names: Names | None) -> str | None:
+def renamed(name: str, names: Names | None) -> str | None:
+    """Return the module's name for a tensor of the files; None if it is dropped.
+
+    Raises:
+        InvalidOption: If ``names`` gives anything else.
+    """
     if names is None:
         return name
     target = names.get(name, name) if isinstance(names, Mapping) else names(name)

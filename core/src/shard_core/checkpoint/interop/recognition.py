@@ -16,6 +16,7 @@ from shard_core.checkpoint.format.foreign_formats import (
     is_zip,
 )
 from shard_core.checkpoint.format.manifest import MANIFEST_NAME
+from shard_core.checkpoint.interop.peft_layout import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, AdapterConfiguration
 from shard_core.checkpoint.storage.local import LocalFolder
 from shard_core.errors import CheckpointError, CheckpointNotFound, InvalidOption, nearest
 
@@ -66,6 +67,20 @@ def find_weights(source: Source, key: str | None) -> Weights:
     if file.name.endswith(INDEX_SUFFIX):
         return SafetensorsFiles.of_index(source, file)
     return SafetensorsFiles.of_one(source, file)
+
+
+def find_adapters(source: Source) -> AdapterConfiguration | None:
+    """Return the configuration of PEFT's adapters if a path holds their weights; None if it holds others.
+
+    Args:
+        source: A file or a folder.
+
+    Raises:
+        CheckpointCorrupted: If what should be their configuration is none.
+    """
+    weights = source.root / ADAPTER_WEIGHTS_NAME if source.root.is_dir() else source.root
+    source.fetch(weights.with_name(ADAPTER_CONFIG_NAME))
+    return AdapterConfiguration.beside(weights)
 
 
 def received_weights(kind: str, plain: Mapping[str, Any]) -> Weights:

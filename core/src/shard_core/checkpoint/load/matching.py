@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.format.dtypes import torch_dtype
 from shard_core.checkpoint.format.json_fields import Fields
-from shard_core.checkpoint.keys import MODEL, OPTIMIZER, slot_in
+from shard_core.checkpoint.keys import FROZEN_KEY, MODEL, OPTIMIZER, slot_in
 from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
 from shard_core.checkpoint.state.training_state import KeySpace, Slot
 
@@ -37,6 +37,8 @@ class ModuleMatch:
         self._live_aliases = _inside(self._live_model, live_aliases)
         self._saved_aliases = _inside(self.saved_model, manifest.aliases)
         self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
+        left_out = manifest.values.get(FROZEN_KEY)
+        self._left_out = frozenset(map(str, left_out if isinstance(left_out, list) else ()))
 
     def owns(self, key: str) -> bool:
         """Return whether a live key is one of this module's."""
@@ -50,6 +52,11 @@ class ModuleMatch:
         name, slot = slot_in(key, self._live_optim)
         stored = f"{self.saved_optim}{self._stored_name(name)}.{slot}"
         return stored if stored in self._tensors else None
+
+    def was_left_out(self, key: str) -> bool:
+        """Return whether the save has left out the tensor of a live key because it was frozen."""
+        names = self._names_of(key.removeprefix(self._live_model))
+        return any(self.saved_model + name in self._left_out for name in names)
 
     def called(self, key: str, *, live: bool = True) -> str:
         """Return the name of a tensor for messages, by the user's own key for its module.
@@ -105,12 +112,15 @@ class ModuleMatch:
         return dataclasses.replace(record, module=self.live, groups=groups, scalars=scalars)
 
     def _stored_name(self, name: str) -> str | None:
-        names = [name, *(alias for alias, first in self._live_aliases.items() if first == name)]
-        for each in names:
+        for each in self._names_of(name):
             stored = self._saved_aliases.get(each, each)
             if self.saved_model + stored in self._tensors:
                 return stored
         return None
+
+    def _names_of(self, name: str) -> list[str]:
+        """Return the live name of a tensor and those that are tied to it."""
+        return [name, *(alias for alias, first in self._live_aliases.items() if first == name)]
 
 
 def match_modules(manifest: Manifest, modules: Sequence[str], aliases: Mapping[str, str]) -> dict[str, ModuleMatch]:

@@ -67,7 +67,7 @@ class TensorMatcher:
         optimizer_state = is_slot(shard.key)
         if stored is None:
             # State that was not there at the save is dropped at the load; nothing is missing.
-            if not optimizer_state:
+            if not optimizer_state and not match.was_left_out(shard.key):
                 hint = self._hint(match, shard.key)
                 self._note(match, shard, f"is not in the checkpoint{hint}")
             return

@@ -1,9 +1,9 @@
-"""Training state filtered by keys: only some tensors are saved."""
+"""Training state of which only some tensors are saved: those a filter keeps, or those that are not frozen."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from shard_core.checkpoint.keys import is_slot, model_key, slot_in
@@ -68,3 +68,36 @@ class FilteredState(TrainingState):
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
         """Restore scalars and hyper-parameters of the whole state."""
         self._state.finish_load(optimizers)
+
+
+class TrainedState(FilteredState):
+    """Another state without the parameters that are frozen, which a load leaves as they are.
+
+    Optimizers keep the names of what they were given, so that they are resumed as they were.
+
+    Args:
+        state: The whole state.
+        frozen: The keys of the frozen parameters, those of ties included; the same on every rank.
+    """
+
+    def __init__(self, state: TrainingState, frozen: Collection[str]) -> None:
+        self._frozen = frozenset(frozen)
+        super().__init__(state, lambda key: self._parameter(key) not in self._frozen)
+
+    def optimizers(self) -> dict[str, OptimizerRecord]:
+        """Describe the optimizers without what they keep of frozen parameters."""
+        keys = KeySpace(self._state.modules)
+        records = {}
+        for key, record in self._state.optimizers().items():
+            scalars = {
+                name: slots
+                for name, slots in record.scalars.items()
+                if keys.parameter(record.module, name) not in self._frozen
+            }
+            records[key] = dataclasses.replace(record, scalars=scalars)
+        return records
+
+    @staticmethod
+    def _parameter(key: str) -> str:
+        """Return the key of the tensor, or of the parameter whose state it is."""
+        return model_key(slot_in(key)[0]) if is_slot(key) else key

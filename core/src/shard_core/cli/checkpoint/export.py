@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 @click.option(
     "--max-shard-size", type=Size(), default="5GB", show_default=True, help="What one file of weights may hold."
 )
-@click.option("--config", type=click.Path(), help="A config.json, or a folder that holds one and perhaps a tokenizer.")
+@click.option(
+    "--config",
+    type=click.Path(),
+    help="A config.json, or a folder that holds one and perhaps a tokenizer; an adapter_config.json, or a folder that "
+    "holds one, for PEFT's adapters alone.",
+)
+@click.option("--adapter", metavar="NAME", help="Which of PEFT's adapters, where the model has several.")
 @click.option("--module", metavar="NAME", help="Which module, where the checkpoint holds several.")
 @click.option("--prefix", default="", help="Only tensors whose names begin with this, which is taken off.")
 @click.option("--overwrite", is_flag=True, help="Replace an export that stands there.")

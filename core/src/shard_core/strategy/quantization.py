@@ -1,0 +1,50 @@
+"""Recognizing quantised weights by the libraries they come from, none of which is imported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shard_core.parameters import plain_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: The packages whose tensors and layers hold numbers in other shapes and dtypes than the weights they stand for.
+_LIBRARIES = frozenset(
+    {"aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "gptqmodel", "hqq", "optimum", "torchao"}
+)
+
+
+def quantized_part(module: nn.Module) -> tuple[str, str] | None:
+    """Find the first quantised weight of a module.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The name of the weight, or of the layer, and what it is; None if there is none.
+
+    Example:
+        >>> from torch import nn
+        >>> print(quantized_part(nn.Linear(2, 2)))
+        None
+    """
+    for name, part in module.named_modules():
+        for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if _library(tensor) in _LIBRARIES:
+                return plain_name(f"{name}.{key}" if name else key), _kind(tensor)
+        # Layers of some libraries keep what they have packed in plain tensors.
+        if _library(part) in _LIBRARIES and (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            return plain_name(name) or "the module", _kind(part)
+        method = vars(part).get("quantization_method")
+        if method is not None:
+            return plain_name(name) or "the module", f"quantised by {getattr(method, 'value', method)}"
+    return None
+
+
+def _library(thing: object) -> str:
+    return type(thing).__module__.partition(".")[0]
+
+
+def _kind(thing: object) -> str:
+    return f"{type(thing).__name__} of {_library(thing)}"
