@@ -31,7 +31,7 @@ def fails_after(steps: list[int], failing: int) -> tuple[int, str]:
     rank = int(os.environ["RANK"])
     collectives.connect(rank, len(steps), torch.device("cpu"))
     saves, handle = AsyncSaves(), begun()
-    saves.watch(handle, collectives)
+    saves.watch(handle, collectives, is_joint=False)
     for _ in range(steps[rank]):
         saves.begin_step()
     collectives.barrier()
@@ -61,7 +61,7 @@ def test_a_failure_is_raised_at_the_same_step_on_every_rank(worlds: Any, steps: 
 
 def watched(*, staged: bool = True) -> tuple[AsyncSaves, SaveHandle, SaveHandle]:
     saves, handle = AsyncSaves(), begun(staged)
-    return saves, handle, saves.watch(handle, SingleCollectives())
+    return saves, handle, saves.watch(handle, SingleCollectives(), is_joint=False)
 
 
 def test_a_failure_retrieved_by_the_handle_is_not_raised_again() -> None:
@@ -108,10 +108,10 @@ def test_a_step_waits_for_the_copies_and_for_nothing_else() -> None:
 
 def test_a_save_that_is_complete_is_returned_as_it_is() -> None:
     done = SaveHandle.finished("run/step-1")
-    assert AsyncSaves().watch(done, SingleCollectives()) is done
+    assert AsyncSaves().watch(done, SingleCollectives(), is_joint=False) is done
     failed = begun()
     failed.committed.set_exception(OSError("no room"))
     saves = AsyncSaves()
-    saves.watch(failed, SingleCollectives())
+    saves.watch(failed, SingleCollectives(), is_joint=False)
     with pytest.raises(CheckpointError, match="no room"):
         saves.settle()

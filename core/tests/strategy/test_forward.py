@@ -1,6 +1,7 @@
 """Where only forward is watched, what comes in by another door is refused, and nothing else is."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from shard_core import get_strategy
+from shard_core.capability import Capability
 from shard_core.errors import MissingCapability
+from shard_core.strategies.ddp import DDPStrategy
+from shard_core.strategies.plugin import DDP
 
 INPUT = torch.linspace(-1, 1, 12).view(4, 3)
 
@@ -30,9 +33,15 @@ class Model(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class OnlyForward(DDPStrategy):
+    """A strategy whose modules may be called as a whole alone."""
+
+    default_info = dataclasses.replace(DDP, capabilities=DDP.capabilities - {Capability.ENTRY_METHODS})
+
+
 @pytest.fixture
 def ready() -> Any:
-    with get_strategy("ddp", accelerator="cpu") as strategy:
+    with OnlyForward(accelerator="cpu") as strategy:
         module = Model()
         module, _ = strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), lr=0.1)])
         yield strategy, module, strategy.unwrap(module)

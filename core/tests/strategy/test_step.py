@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
-from shard_core.errors import InvalidOption, MissingCapability, SetupError
+from shard_core.errors import InvalidOption, SetupError
 
 
 def ready(**options: Any) -> Any:
@@ -240,20 +240,6 @@ def test_schedulers_count_optimizer_steps() -> None:
         strategy.optimizer_step(optimizer)
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
-
-
-def through_a_side_door() -> str:
-    with get_strategy("ddp") as strategy:
-        module = nn.Linear(3, 1)
-        module, _ = strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), lr=0.1)])
-        strategy.backward(module(INPUT).mean(), module)
-        with pytest.raises(MissingCapability) as error:
-            strategy.backward((INPUT @ strategy.unwrap(module).weight.T).mean(), module)
-        return str(error.value)
-
-
-def test_gradients_that_would_stay_on_their_rank_are_refused(worlds: Any) -> None:
-    assert all("this loss did not come through the module" in message for message in worlds(2).run(through_a_side_door))
 
 
 def test_buffers_are_options_of_this_torch(recwarn: Any) -> None:
