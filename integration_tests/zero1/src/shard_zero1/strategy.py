@@ -59,7 +59,8 @@ class Zero1Strategy(TorchEngine, Strategy):
             self._owned |= {id(parameter) for group in mine for parameter in group["params"]}
             return optimizer  # the user's own takes the steps, so that its hooks run and its state is kept in it
 
-        zero = ZeroRedundancyOptimizer([{"params": group["params"]} for group in groups], optimizer_class=own)
+        parts = [{"params": group["params"]} for group in groups]
+        zero = ZeroRedundancyOptimizer(parts, optimizer_class=own)  # type: ignore[arg-type]  # it calls it, no more
         for parameter in [each for each in optimizer.state if not self._owns(each)]:
             del optimizer.state[parameter]
         zero.param_groups = [*groups]  # the very groups, or a step would take hyper-parameters back to those of now
