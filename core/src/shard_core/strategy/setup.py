@@ -229,7 +229,7 @@ class StrategySetup(StrategyLifecycle):
         return called
 
     def _refuse_quantized(self, module: torch.nn.Module) -> None:
-        found = None if self.engine_keeps_quantized else quantized_part(module)
+        found = None if type(self).engine_keeps_quantized else quantized_part(module)
         if found is not None:
             name, kind = found
             raise SetupError(
