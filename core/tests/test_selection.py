@@ -235,7 +235,10 @@ BAD_INPUT = {
     "factory without class": (
         {"name": "toy_lost"},
         BrokenBackend,
-        ["shard-toy refers to 'toy_factory:Troy', but that module has no such name. Upgrade or uninstall shard-toy."],
+        [
+            "shard-toy refers to 'toy_factory:Troy', but that module has no such name; did you mean 'Toy'? Upgrade or "
+            "uninstall shard-toy."
+        ],
     ),
     "factory without module": (
         {"name": "toy_absent"},

@@ -95,8 +95,9 @@ def get_strategy(
         Traceback (most recent call last):
         ...
         shard_core.errors.InvalidOption: strategy 'single' has no option 'presicion'; did you mean \
-'precision'? Its options are: accelerator, devices, parallel_devices, num_nodes, cluster_environment, \
-precision, collectives, launcher, checkpoint_io, process_group_backend, timeout, guard_timeout.
+'precision'? Its options are: activation_checkpointing, activation_offload, compile, accelerator, devices, \
+parallel_devices, num_nodes, cluster_environment, precision, collectives, launcher, checkpoint_io, \
+process_group_backend, timeout, guard_timeout.
     """
     finder = plugins.plugins()
     info = finder.find(_name(name))

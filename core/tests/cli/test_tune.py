@@ -38,10 +38,11 @@ import dataclasses
 
 from shard_core.options import option, options_of
 from shard_core.plugins import hookimpl
+from shard_core.strategies.config import SingleConfig
 from shard_core.strategies.plugin import SINGLE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(SingleConfig):
     pace: str = option("steady", "how long a step takes")
     polished: bool = option(False, "whether it takes a little less")
     among: tuple = option(("slow", "steady"), "which paces are worth trying")
