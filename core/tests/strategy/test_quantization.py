@@ -27,6 +27,12 @@ class WQLinear(nn.Module):
         self.register_buffer("qweight", torch.zeros(2, 2, dtype=torch.int32))
 
 
+class Float8Linear(nn.Linear):
+    """What computes in eight bits, and trains weights that are none."""
+
+    __module__ = "torchao.float8.float8_linear"
+
+
 class Sharding(SingleStrategy):
     """An engine that lays parameters out anew."""
 
@@ -46,6 +52,10 @@ def test_weights_and_layers_and_models_are_recognised_by_where_they_come_from() 
     model = nn.Linear(2, 2)
     model.quantization_method = "fp8"
     assert quantized_part(nn.ModuleDict({"base": model})) == ("base", "quantised by fp8")
+
+
+def test_layers_of_such_libraries_may_train_plain_weights() -> None:
+    assert quantized_part(nn.Sequential(Float8Linear(2, 2))) is None
 
 
 def test_an_engine_that_would_lay_them_out_anew_refuses_them_by_name() -> None:

@@ -30,11 +30,12 @@ def quantized_part(module: nn.Module) -> tuple[str, str] | None:
         None
     """
     for name, part in module.named_modules():
-        for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+        tensors = dict((*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)))
+        for key, tensor in tensors.items():
             if _library(tensor) in _LIBRARIES:
                 return plain_name(f"{name}.{key}" if name else key), _kind(tensor)
-        # Layers of some libraries keep what they have packed in plain tensors.
-        if _library(part) in _LIBRARIES and (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+        # Layers of some libraries pack weights into plain tensors of integers; others train plain weights.
+        if _library(part) in _LIBRARIES and not all(tensor.is_floating_point() for tensor in tensors.values()):
             return plain_name(name) or "the module", _kind(part)
         method = vars(part).get("quantization_method")
         if method is not None:
