@@ -1,4 +1,4 @@
-"""A backend as a stranger writes it, ZeRO stage 1 over whole parameters: short, through the faces, and it keeps all."""
+"""A backend as a stranger writes it, ZeRO stage 1 over whole parameters: short, and through the faces alone."""
 
 from __future__ import annotations
 
