@@ -183,7 +183,8 @@ def test_norms_count_what_is_split_and_what_is_whole_once(
         norm_type=norm_type,
     )
     assert min(truth.norms) > clip, "clipping must have something to do"
-    oracle.assert_same(worlds(4).run(clipped, optimizer, norm_type, clip)[0], truth)
+    # A sum of all magnitudes rounds by the order it is taken in; what is counted twice is off by per cents.
+    oracle.assert_same(worlds(4).run(clipped, optimizer, norm_type, clip)[0], truth, norm=1e-5)
 
 
 SPOILED, SCALED_STEPS = 1, 4
