@@ -10,6 +10,7 @@ from torch import nn
 
 from shard_core import get_strategy
 from shard_core.checkpoint.interface import CheckpointIO, LoadedCheckpoint, SaveHandle
+from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -290,6 +291,16 @@ class Failing(Elsewhere):
         if coordinator.rank == 1:
             raise KeyError("lost")
         return LoadedCheckpoint(values={}, information={})
+
+
+def test_a_save_that_a_state_breaks_off_leaves_nothing_behind(tmp_path: Path) -> None:
+    strategy, state = ready(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorState, "exchange", lambda *_: {}["lost"])
+        with pytest.raises(KeyError, match="lost"):
+            strategy.save_checkpoint(tmp_path / "c", state)
+    assert list(tmp_path.iterdir()) == []
+    strategy.save_checkpoint(tmp_path / "c", state)
 
 
 def fails_on_one_rank(folder: Path) -> list[str]:

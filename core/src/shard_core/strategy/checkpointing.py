@@ -19,7 +19,7 @@ from shard_core.checkpoint.state.app_state import AppState
 from shard_core.checkpoint.state.filtered import TrainedState
 from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.checkpoint.storage.opening import check_path
-from shard_core.errors import CheckpointError, CollectiveError, InvalidOption, ShardError
+from shard_core.errors import CheckpointError, CollectiveError, InvalidOption
 from shard_core.strategy.random_state import (
     check_random_state,
     joint_random_state,
@@ -119,7 +119,7 @@ class StrategyCheckpointing(StrategyStateDict):
             tensors.exchange(self.collectives)
         except CollectiveError:
             raise
-        except ShardError:
+        except Exception:  # of an engine's own state, too
             if begun is not None:
                 begun.abandon()
             raise
