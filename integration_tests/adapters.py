@@ -60,7 +60,7 @@ def train(
             optimizer.step()
         else:
             rank, size = (strategy.distributed_sampler_kwargs[key] for key in ("rank", "num_replicas"))
-            loss = model(**{key: value.chunk(size)[rank] for key, value in batch.items()}).loss
+            loss = model(**{key: value.chunk(size)[rank].to(strategy.root_device) for key, value in batch.items()}).loss
             strategy.backward(loss, model)
             norm = strategy.clip_gradients_norm(model, optimizer, 1.0)
             strategy.optimizer_step(optimizer)

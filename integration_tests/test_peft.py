@@ -1,10 +1,14 @@
 """LoRA models of PEFT train under every strategy as in plain PyTorch, from the values of a plain build."""
 
+from contextlib import closing
 from typing import Any
 
 import adapters
 import pytest
 import torch
+from environment_worlds import EnvironmentWorlds
+from environments import python_with
+from strategy_chains import Station
 
 from shard_core import get_strategy
 from shard_core.testing.oracle import assert_same_numbers, assert_same_weights
@@ -41,7 +45,20 @@ def run(name: str, cases: list[tuple[str, str, bool]]) -> Any:
 def test_adapters_train_as_in_plain_pytorch(worlds: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     size, cases = WORLDS[name]
-    for answers in worlds(size).run(run, name, cases, timeout=180):
+    assert_trained_as_in_plain_pytorch(worlds(size).run(run, name, cases, timeout=180), cases)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("station", [Station("xla_fsdp", 2), Station("xla_spmd", 2)], ids=str)
+def test_adapters_train_as_in_plain_pytorch_on_xla(station: Station) -> None:
+    cases = [CASES[0], CASES[1], ("tied", "sgd", True)]
+    with closing(EnvironmentWorlds(python_with(station.strategy))) as worlds:
+        world = worlds(station.ranks, station.environment)
+        assert_trained_as_in_plain_pytorch(world.run(run, station.strategy, cases, timeout=500), cases)
+
+
+def assert_trained_as_in_plain_pytorch(ranks: list[Any], cases: list[tuple[str, str, bool]]) -> None:
+    for answers in ranks:
         for (case, optimizer, every), (losses, norms, start, end) in zip(cases, answers, strict=True):
             torch.manual_seed(11)
             begun = dict(adapters.make(case).state_dict())
