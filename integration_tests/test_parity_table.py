@@ -20,6 +20,7 @@ FAR = {"loss": 1e-3, "norm": 1e-3, "weights": 1e-3}
 NEAR = {"loss": 1e-7, "norm": 1e-7, "weights": 1e-7}
 
 
+@pytest.mark.long
 def test_rows_of_one_run_join_those_of_another(tmp_path: Path) -> None:
     copy = tmp_path / "parity.md"
     copy.write_text(f"# Title\n\n|{'|'.join(parity_table.HEADER)}|\n|{'---|' * len(parity_table.HEADER)}\n\nThe end.\n")

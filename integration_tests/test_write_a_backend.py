@@ -8,6 +8,7 @@ import runpy
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from environments import ROOT, Environment, build_wheel
@@ -75,7 +76,18 @@ def made(tmp_path_factory) -> tuple[Environment, Path]:
     return environment, project
 
 
-@pytest.mark.parametrize("step", steps(), ids=lambda step: " ".join([step.session, *step.chosen]))
+def first_and_last(found: list[Step]) -> list[Any]:
+    """Leave the steps between to the long run: each takes a session of its own."""
+    between = found[1:-1]
+    return [
+        pytest.param(
+            step, id=" ".join([step.session, *step.chosen]), marks=[pytest.mark.long] if step in between else []
+        )
+        for step in found
+    ]
+
+
+@pytest.mark.parametrize("step", first_and_last(steps()))
 def test_the_kit_says_what_the_page_quotes(made, tmp_path, step):
     environment, project = made
     here = shutil.copytree(project, tmp_path / "step")
