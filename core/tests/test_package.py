@@ -32,6 +32,11 @@ def test_importing_reaches_no_torch(module):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_strategies_are_imported_without_torchs_compiler():
+    program = "import sys, shard_core.strategies.ddp; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_every_public_name_is_there():
     assert shard_core.__all__ == sorted(shard_core.__all__)
     assert dir(shard_core) == shard_core.__all__

@@ -226,7 +226,7 @@ def test_a_right_strategy_is_right_in_every_precision(script, precision):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adagrad", marks=pytest.mark.long)])
 @pytest.mark.parametrize("strategy", ["ddp"])
 def test_ranks_train_as_one_device_does(script, strategy, optimizer):
     optimizer = f"{script}:{optimizer}" if optimizer == "adagrad" else optimizer
@@ -261,8 +261,11 @@ def test_weights_are_the_same_whatever_make_model_draws(script):
     ("make_model", "more", "says"),
     [
         ("summed", [], "it is a sum over samples"),
-        ("ragged", [], "different numbers of tokens"),
-        ("normalised", ["--train-mode", "--batch", "batch", "--loss", "square"], "SyncBatchNorm"),
+        pytest.param("ragged", [], "different numbers of tokens", marks=pytest.mark.long),
+        pytest.param(
+            *("normalised", ["--train-mode", "--batch", "batch", "--loss", "square"], "SyncBatchNorm"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_loss_that_is_no_mean_is_not_the_strategys_fault(script, make_model, more, says):

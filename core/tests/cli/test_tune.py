@@ -185,6 +185,7 @@ def test_a_strategy_may_have_nothing_to_tune_and_is_timed_all_the_same(script):
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_of_a_setting_costs_that_setting_alone(script, paces):
     arguments = ["--strategy", "paced_ranks", "--loss", f"{script}:loss", "--rounds", "2", "--json"]
     done = subprocess.run(

@@ -82,9 +82,9 @@ def test_result_of_rank_0_and_nothing_left_behind(capfd, monkeypatch):
     ("how", "message"),
     [
         ("raise", "rank 1 of 2 failed: ValueError: the batch is empty"),
-        ("exit", "rank 1 of 2 failed: called sys.exit(3)"),
+        pytest.param("exit", "rank 1 of 2 failed: called sys.exit(3)", marks=pytest.mark.long),
         ("kill", "rank 1 of 2 was ended by signal SIGKILL"),
-        ("vanish", "rank 1 of 2 left "),
+        pytest.param("vanish", "rank 1 of 2 left ", marks=pytest.mark.long),
     ],
 )
 def test_first_failure_ends_the_launch_in_seconds(how, message, tmp_path, capfd):
@@ -110,6 +110,7 @@ def test_a_rank_that_waits_for_one_that_has_finished_fails_in_seconds(rank, how,
     assert f"\n{gone} had finished by then; if rank {1 - rank} waited there in a collective" in str(caught.value)
 
 
+@pytest.mark.long
 def test_results_that_cannot_come_back():
     launcher = ElasticLauncher(num_processes=2)
     with pytest.raises(LaunchError, match=r"rank 0 returned an object of type _thread\.lock") as caught:

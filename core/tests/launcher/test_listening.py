@@ -37,6 +37,7 @@ def test_a_launch_listens_on_the_loopback_interface_alone(monkeypatch: pytest.Mo
     assert not set(_OURS) & set(os.environ)
 
 
+@pytest.mark.long
 def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {SECRET_VARIABLE: "sixteen letters and more", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "any"}
     for name, value in chosen.items():
@@ -62,6 +63,7 @@ def test_shard_run_listens_on_the_loopback_interface_alone(tmp_path: Path, optio
     assert variables == ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "SHARD_SECRET"]
 
 
+@pytest.mark.long
 def test_a_run_over_several_hosts_keeps_the_users_choice(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nsys.stdout.write(str(sorted(os.environ)))\n")

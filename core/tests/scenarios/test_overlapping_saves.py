@@ -206,7 +206,7 @@ def _pairs(folder: str, pairs: int, kind: str, form: str, options: Any = None) -
     assert overtaken > pairs / 4  # else they hardly overlapped, and nothing was seen
 
 
-@pytest.mark.parametrize("kind", ["existing", "new"])
+@pytest.mark.parametrize("kind", [pytest.param("existing", marks=pytest.mark.long), "new"])
 def test_some_pairs_of_runs_that_overlap(tmp_path: Path, kind: str) -> None:
     _pairs(str(tmp_path), 8, kind, "sharded")
 

@@ -37,9 +37,6 @@ _STEPS = 3 * len(_SCALES)
 #: Names that optimizers and schedulers add to a group and that no constructor takes.
 _BOOKKEEPING = ("params", "param_names", "initial_lr")
 
-#: What every optimizer has, or schedulers give it, beside its class's own attributes; hooks are not run.
-_HELD_BY_ALL = frozenset({*vars(torch.optim.SGD([torch.zeros(())])), "step", "_step_count", "_opt_called"})
-
 _IN_PIECES = "it steps a matrix differently from the same numbers in flat pieces"
 _WITH_NEIGHBOURS = "it steps a matrix differently from the same numbers in flat pieces beside other tensors"
 _STATE = "it keeps state that is not the same, element by element, for a matrix and its flat pieces"
@@ -72,7 +69,7 @@ def why_not_elementwise(
     kind: Any = type(optimizer)
     try:
         groups = dict.fromkeys(_Group.of(group, optimizer.defaults, settings) for group in optimizer.param_groups)
-        kept = {name: value for name, value in vars(optimizer).items() if name not in _HELD_BY_ALL}
+        kept = {name: value for name, value in vars(optimizer).items() if name not in _held_by_all()}
         return _verdict(kind, _Settings.of(optimizer.defaults), _Settings.of(kept), tuple(groups), device)
     except Exception as error:  # noqa: BLE001 - whatever strangers' settings raise, they cannot be tried
         return f"its settings cannot be tried out ({named(error)})"
@@ -213,6 +210,13 @@ class _Piece:
         if like is not None and tensor.numel() != like.numel():
             return tensor
         return torch.split(tensor.detach().flatten(), _PIECES[tensor.numel()])[self._number]
+
+
+@functools.cache
+def _held_by_all() -> frozenset[str]:
+    """List what every optimizer has, or schedulers give it, beside its class's own attributes; hooks are not run."""
+    # Not while this is imported: torch's first optimizer imports its compiler, which takes longer than all else.
+    return frozenset({*vars(torch.optim.SGD([torch.zeros(())])), "step", "_step_count", "_opt_called"})
 
 
 def _shared(optimizer: torch.optim.Optimizer) -> list[Any]:

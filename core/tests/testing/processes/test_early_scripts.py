@@ -141,6 +141,7 @@ def test_closing_ends_what_nobody_waits_for(scripts, tmp_path):
     assert _ended(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.long
 def test_an_interrupted_session_leaves_nothing_running(tmp_path):
     (tmp_path / "test_session.py").write_text(SESSION)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
