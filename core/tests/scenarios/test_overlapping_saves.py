@@ -59,7 +59,7 @@ class _Save:
         self.error: CheckpointError | None = None
         self._phases = iter(
             [
-                save.begin_together,
+                save.begin_on_all_ranks,
                 lambda: save.write(state_of(_module(value)), {"value": value}, {}),
                 lambda: save.commit(None),
             ]

@@ -90,15 +90,15 @@ class BegunSave(abc.ABC):
     """A save that each rank has begun before the ranks meet.
 
     Attributes:
-        said: What the other ranks must know of it: values that the coordinator can send.
+        announcement: What the other ranks must know of it: values that the coordinator can send.
     """
 
-    said: Any
+    announcement: Any
 
     @abc.abstractmethod
     def save(
         self,
-        said: Sequence[Any],
+        announcements: Sequence[Any],
         state: TrainingState,
         values: Mapping[str, Any],
         *,
@@ -108,7 +108,7 @@ class BegunSave(abc.ABC):
         """Write the checkpoint; every rank calls this, and it raises what ``CheckpointIO.save`` raises.
 
         Args:
-            said: What each rank has said, in rank order.
+            announcements: That of each rank, in rank order.
             state: Modules and optimizers.
             values: The rest, by the user's names.
             information: What people may want to know of this run.
@@ -117,7 +117,7 @@ class BegunSave(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self) -> None:
-        """Undo what was begun: another rank has failed before it could say anything."""
+        """Undo what was begun: another rank has failed before it could announce its own."""
 
 
 class CheckpointIO(abc.ABC):

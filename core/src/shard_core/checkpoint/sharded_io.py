@@ -78,7 +78,7 @@ class ShardedCheckpointIO(CheckpointIO):
             stage: Callable[[], None] = lambda: None,
         ) -> SaveHandle:
             save = ShardedSave(request, storage_options, coordinator)
-            save.begin_together(stage)
+            save.begin_on_all_ranks(stage)
             save.write(state, values, information)
             return save.commit(self._retain)
 
@@ -162,11 +162,11 @@ class _BegunSave(BegunSave):
     def __init__(self, save: ShardedSave, committed: Callable[[Folder], object]) -> None:
         self._save = save
         self._committed = committed
-        self.said = save.begin()
+        self.announcement = save.begin()
 
     def save(
         self,
-        said: Sequence[Any],
+        announcements: Sequence[Any],
         state: TrainingState,
         values: Mapping[str, Any],
         *,
@@ -174,7 +174,7 @@ class _BegunSave(BegunSave):
         filter: Callable[[str], bool] | None = None,
     ) -> SaveHandle:
         """Write the checkpoint."""
-        self._save.agree(said)
+        self._save.agree(announcements)
         self._save.write(_kept(state, filter), values, information)
         return self._save.commit(self._committed)
 

@@ -102,7 +102,7 @@ class StrategyCheckpointing(StrategyStateDict):
                 values[FROZEN_KEY] = self._never_trained(contents.modules)
             return described, values
 
-        def say() -> tuple[RankState, Any]:
+        def announce() -> tuple[RankState, Any]:
             nonlocal begun
             random = self._random_state()
             begun = self.checkpoint_io.begin_save(
@@ -112,10 +112,10 @@ class StrategyCheckpointing(StrategyStateDict):
                 state_dict_type=form(),
                 blocking=blocking,
             )
-            return random, None if begun is None else begun.said
+            return random, None if begun is None else begun.announcement
 
         try:
-            (tensors, values), answers = self._prepared("saving", path, collect, say)
+            (tensors, values), answers = self._prepared("saving", path, collect, announce)
             tensors.exchange(self.collectives)
         except CollectiveError:
             raise
@@ -126,8 +126,8 @@ class StrategyCheckpointing(StrategyStateDict):
         if not frozen:
             tensors = TrainedState(tensors, values[FROZEN_KEY])
         values[RANDOM_KEY] = joint_random_state([random for random, _ in answers])
-        said = [each for _, each in answers]
-        if begun is not None and None in said:  # not on every rank, which save() will say
+        announcements = [each for _, each in answers]
+        if begun is not None and None in announcements:  # not on every rank: save() raises that
             begun.abandon()
             begun = None
         information = {
@@ -138,7 +138,7 @@ class StrategyCheckpointing(StrategyStateDict):
 
         def save() -> SaveHandle:
             if begun is not None:
-                return begun.save(said, tensors, values, information=information, filter=filter)
+                return begun.save(announcements, tensors, values, information=information, filter=filter)
             handle = self.checkpoint_io.save(
                 path,
                 tensors,
@@ -354,15 +354,15 @@ class StrategyCheckpointing(StrategyStateDict):
         return self._prepared(doing, path, prepare, lambda: None)[0]
 
     def _prepared(
-        self, doing: str, path: str | os.PathLike[str], prepare: Callable[[], T], tell: Callable[[], S]
+        self, doing: str, path: str | os.PathLike[str], prepare: Callable[[], T], report: Callable[[], S]
     ) -> tuple[T, list[S]]:
-        """Do what ``_on_all_ranks`` does; return also what ``tell`` returned afterwards on each rank."""
+        """Do what ``_on_all_ranks`` does; return also what ``report`` returned afterwards on each rank."""
         prepared: list[T] = []
 
         def phase() -> S:
             check_path(path)
             prepared.append(prepare())
-            return tell()
+            return report()
 
         answers = on_all_ranks(self.collectives, f"{doing} {str(path)!r}", phase)
         return prepared[0], answers

@@ -27,7 +27,7 @@ _MEETINGS = {
 }
 #: ``barrier``, which names the ranks that do not come, and then what the ranks agree on, write and publish.
 SAVE = {"barrier": 1, "gather_objects": 3}
-#: Agree, see whether there is room, copy; then behind training: stage and make the folder, write, publish.
+#: Agree, see whether there is room, copy; then in the background: stage and make the folder, write, publish.
 ASYNC_SAVE = {"barrier": 1, "gather_objects": 3, "behind": 3}
 #: Agree, find the manifest, send it, compare everything with it, and fill.
 LOAD = {"barrier": 1, "gather_objects": 4, "broadcast_object": 1}

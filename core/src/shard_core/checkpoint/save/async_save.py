@@ -18,7 +18,7 @@ from shard_core.checkpoint.save.staging import Snapshot
 from shard_core.checkpoint.storage.opening import path_or_url
 
 if TYPE_CHECKING:
-    from shard_core.checkpoint.save.request import Said
+    from shard_core.checkpoint.save.request import RequestSummary
     from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.coordinator import Coordinator
 
@@ -80,14 +80,14 @@ def save_in_background(
     handle = SaveHandle(path=path_or_url(request.path), staged=Future(), committed=Future())
     taken: list[Snapshot] = []
 
-    def describe() -> tuple[Said, tuple[str, int, int | None]]:
-        said = request.said()
+    def describe() -> tuple[RequestSummary, tuple[str, int, int | None]]:
+        summary = request.summary()
         taken.append(Snapshot(state, values, rank=coordinator.rank))
         room = room_for(taken[0].bytes)
-        return said, (room.host, room.wanted, room.available)
+        return summary, (room.host, room.wanted, room.available)
 
     answers = on_all_ranks(coordinator, doing, describe)
-    check_same_request([said for said, *_ in answers])  # of a rank that blocks it is not the room that follows
+    check_same_request([summary for summary, *_ in answers])  # of a rank that blocks it is not the room that follows
     crowded = crowded_host([Room(*room) for _, room in answers])
     if crowded is not None:
         if coordinator.rank == 0:

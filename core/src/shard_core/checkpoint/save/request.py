@@ -12,7 +12,7 @@ from shard_core.errors import CheckpointError, InvalidOption, nearest
 _FORMS = ("sharded", "full")
 
 #: What ranks send of a request: the path, the form, and whether the save is asynchronous.
-Said = tuple[str, str, bool]
+RequestSummary = tuple[str, str, bool]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class SaveRequest:
     state_dict_type: str | None = None
     is_async: bool = False
 
-    def said(self) -> Said:
+    def summary(self) -> RequestSummary:
         """Return what the other ranks compare.
 
         Raises:
             InvalidOption: If there is no such form.
 
         Example:
-            >>> SaveRequest(path="run/step-1").said()
+            >>> SaveRequest(path="run/step-1").summary()
             ('run/step-1', 'sharded', False)
         """
         return os.fspath(self.path), self.form, self.is_async
@@ -56,23 +56,23 @@ class SaveRequest:
         return form
 
 
-def check_same_request(said: Sequence[Said]) -> None:
+def check_same_request(summaries: Sequence[RequestSummary]) -> None:
     """Check that all ranks save one checkpoint, in one form, and all of them asynchronously or none.
 
     Args:
-        said: What each rank's request says, in rank order.
+        summaries: What each rank was asked to save, in rank order.
 
     Raises:
         CheckpointError: Naming a rank that was asked for something else than rank 0.
     """
-    for rank, (_, form, is_async) in enumerate(said):
-        if form != said[0][1]:
+    for rank, (_, form, is_async) in enumerate(summaries):
+        if form != summaries[0][1]:
             raise CheckpointError(
-                f"rank {rank} was given state_dict_type {form!r}, rank 0 {said[0][1]!r}; give all ranks the same."
+                f"rank {rank} was given state_dict_type {form!r}, rank 0 {summaries[0][1]!r}; give all ranks the same."
             )
-        if is_async != said[0][2]:
+        if is_async != summaries[0][2]:
             raise CheckpointError(
-                f"rank {rank} saves with blocking={not is_async}, rank 0 with blocking={not said[0][2]}; give all "
+                f"rank {rank} saves with blocking={not is_async}, rank 0 with blocking={not summaries[0][2]}; give all "
                 "ranks the same."
             )
-    check_same_path([path for path, _, _ in said])
+    check_same_path([path for path, _, _ in summaries])

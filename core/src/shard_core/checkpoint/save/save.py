@@ -21,7 +21,7 @@ from shard_core.checkpoint.save.rank_files import (
     write_full,
     write_rank,
 )
-from shard_core.checkpoint.save.request import Said, check_same_request
+from shard_core.checkpoint.save.request import RequestSummary, check_same_request
 from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.checkpoint.storage.opening import open_folder
 from shard_core.checkpoint.storage.tasks import Tasks
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 #: What the ranks tell one another of a save that each has begun: its request, and of rank 0's attempt the identity and
 #: whether its files may have plain names.
-Beginning = tuple[Said, str, bool]
+Announcement = tuple[RequestSummary, str, bool]
 
 
 class ShardedSave:
-    """One save; every rank calls ``begin_together``, ``write`` and ``commit``, and in each the ranks meet once.
+    """One save; every rank calls ``begin_on_all_ranks``, ``write`` and ``commit``, and in each the ranks meet once.
 
     They must meet three times: no rank may write before it knows the attempt, no checkpoint may appear before all ranks
     have written, and no rank may go on before it knows what became of it. Whose ranks meet anyhow before they save
-    calls ``begin`` on each, lets them exchange what it returned, and calls ``agree`` in place of ``begin_together``.
+    calls ``begin`` on each, lets them exchange what it returned, and then ``agree``, not ``begin_on_all_ranks``.
 
     Args:
         request: What this rank was asked for.
@@ -67,50 +67,50 @@ class ShardedSave:
         self._finishing = Tasks()
         self._writes = False
 
-    def begin_together(self, first: Callable[[], object] = lambda: None) -> None:
+    def begin_on_all_ranks(self, first: Callable[[], object] = lambda: None) -> None:
         """Create the folder on rank 0, and check that all ranks save the same checkpoint there.
 
         Args:
             first: What each rank does before.
         """
 
-        def begin() -> Beginning:
+        def begin() -> Announcement:
             first()
             return self.begin()
 
         try:
-            beginnings = on_all_ranks(self._coordinator, self._doing, begin)
+            announcements = on_all_ranks(self._coordinator, self._doing, begin)
         except CollectiveError:
             raise  # others may have heard all, and write
         except ShardError:
             self.abandon()
             raise
-        self.agree(beginnings)
+        self.agree(announcements)
 
-    def begin(self) -> Beginning:
+    def begin(self) -> Announcement:
         """Create the folder, on rank 0; return what the other ranks must know."""
-        said = self._request.said()
+        summary = self._request.summary()
         folder = open_folder(self._request.path, self._storage_options)
         if self._coordinator.rank != 0:
-            return said, "", False
+            return summary, "", False
         self._attempt = Attempt.begin(folder, self._coordinator.world_size)
-        return said, self._attempt.identity, self._attempt.plain
+        return summary, self._attempt.identity, self._attempt.plain
 
-    def agree(self, beginnings: Sequence[Beginning]) -> None:
+    def agree(self, announcements: Sequence[Announcement]) -> None:
         """Check that all ranks save the same checkpoint, and join rank 0's attempt.
 
         Args:
-            beginnings: What ``begin`` returned on each rank, in rank order.
+            announcements: What ``begin`` returned on each rank, in rank order.
 
         Raises:
             CheckpointError: On every rank, if they were asked for different things; nothing is left.
         """
         try:
-            check_same_request([said for said, *_ in beginnings])
+            check_same_request([summary for summary, *_ in announcements])
         except CheckpointError:
             self.abandon()
             raise
-        _, identity, plain = beginnings[0]
+        _, identity, plain = announcements[0]
         if self._attempt is None:
             folder = open_folder(self._request.path, self._storage_options)
             self._attempt = Attempt(
@@ -165,7 +165,7 @@ class ShardedSave:
 
     @property
     def _joined(self) -> Attempt:
-        assert self._attempt is not None, "begin_together() or agree() comes first"
+        assert self._attempt is not None, "begin_on_all_ranks() or agree() comes first"
         return self._attempt
 
     def _describe(self, state: TrainingState, values: Mapping[str, Any], information: Mapping[str, Any]) -> None:
