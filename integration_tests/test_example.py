@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from environments import ROOT, SETTINGS, run, succeed
+from environments import ROOT, SETTINGS, python_with, run, succeed
 
 from shard_core import plugins
 
@@ -20,13 +19,14 @@ ALWAYS = ("single", "ddp", "deepspeed_stage_3")
 
 
 @functools.cache
-def trained(folder: Path, strategy: str, ranks: int) -> dict[str, float]:
+def trained(folder: Path, strategy: str, ranks: int, timeout: float = 240) -> dict[str, float]:
     text = folder / "text.py"
     text.write_text("def double(x):\n    return 2 * x\n\n\n" * 1000)
-    command = (sys.executable, "-m", "shard_core", "run", "--strategy", strategy, "--nproc-per-node", str(ranks))
+    python = str(python_with(strategy))
+    command = (python, "-m", "shard_core", "run", "--strategy", strategy, "--nproc-per-node", str(ranks))
     size = ("--steps", str(STEPS), "--batch", "4", "--accumulate", str(MICRO_BATCHES))
     arguments = ("--standalone", str(EXAMPLE), "--data", str(text), *size, "--json")
-    printed = succeed(run(folder, *command, *arguments, settings=SETTINGS, timeout=240))
+    printed = succeed(run(folder, *command, *arguments, settings=SETTINGS, timeout=timeout))
     result: dict[str, float] = json.loads(printed.splitlines()[-1])
     return result
 
@@ -47,5 +47,13 @@ def test_the_example_trains_alike_under_every_strategy(folder: Path, installed: 
     truth = trained(folder, "single", 1)
     assert found["strategy"] == installed.name
     assert found["steps"] == STEPS
+    for loss in ("loss_first", "loss_last", "validation_loss"):
+        assert found[loss] == pytest.approx(truth[loss], rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "ranks"), [("xla_fsdp", 2), ("xla_spmd", 1)])
+def test_the_example_trains_alike_on_xla(folder: Path, strategy: str, ranks: int) -> None:
+    found, truth = trained(folder, strategy, ranks, timeout=900), trained(folder, "single", 1)
     for loss in ("loss_first", "loss_last", "validation_loss"):
         assert found[loss] == pytest.approx(truth[loss], rel=1e-5)

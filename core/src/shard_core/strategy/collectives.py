@@ -106,7 +106,7 @@ class StrategyCollectives(StrategyStep):
         return leaves.map(tensor, lambda leaf: self.collectives.all_gather(leaf, members, sync_grads))
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Collect an object from every rank.
+        """Collect an object from every rank; every rank calls this.
 
         JSON values, tuples, bytes, torch dtypes, tensors and arrays of numbers travel as by ``broadcast``, in lists,
         tuples and dicts of any depth to a hundred. Objects of other classes are refused: nothing is pickled.
@@ -125,7 +125,7 @@ class StrategyCollectives(StrategyStep):
         return exchange(obj, self.collectives, self.root_device)
 
     def gather_for_metrics(self, data: T, use_gather_object: bool = False, *, loader: ShardedLoader | None = None) -> T:
-        """Collect what data ranks have computed of the samples of a batch, each sample of the data once.
+        """Collect what data ranks have computed of a batch, each sample of the data once; every rank calls this.
 
         The results of a loop over a loader of ``process_dataloader``, one after the other, are those of one process
         that draws batches of all ranks: in the order of the data, without the samples that fill the last round up.

@@ -12,7 +12,7 @@ from shard_core.plugins import option
 class Zero1Config:
     """Options of ``zero1``."""
 
-    find_unused_parameters: bool = option(False, "look for parameters a loss does not reach, at each forward")
+    find_unused_parameters: bool = option(False, "look for parameters a loss does not reach, at each backward")
 
     def __post_init__(self) -> None:
         if not isinstance(self.find_unused_parameters, bool):

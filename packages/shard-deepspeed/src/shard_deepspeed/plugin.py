@@ -54,6 +54,23 @@ _KNOWN_AS = {
 }
 
 
+#: Keywords that engines share which shard by units of the model.
+_REFUSED = {
+    **dict.fromkeys(
+        ("auto_wrap_policy", "unit_bytes", "forward_prefetch", "backward_prefetch", "reshard_after_forward"),
+        "stages shard in buckets and not by units of the model: see stage, reduce_bucket_size and, at stage 3, "
+        "param_persistence_threshold",
+    ),
+    **dict.fromkeys(
+        ("ignored_modules", "ignored_states"),
+        "every parameter that is trained is partitioned; freeze what is to stay as it is",
+    ),
+    "cpu_offload": "the options are called offload_optimizer and offload_parameters, and are not honoured yet",
+    "mixed_precision": "the argument is called precision",
+    "param_init_fn": "modules are built in module_init_context() or on a device",
+}
+
+
 def _info(name: str, summary: str, capabilities: frozenset[Capability], **presets: int) -> StrategyInfo:
     return StrategyInfo(
         name=name,
@@ -65,6 +82,7 @@ def _info(name: str, summary: str, capabilities: frozenset[Capability], **preset
         options=options_of(DeepSpeedConfig),
         presets=presets,
         policies={_BFLOAT16.name: _BFLOAT16},
+        refused=_REFUSED,
         known_as=_KNOWN_AS if name == "deepspeed" else {},
     )
 
