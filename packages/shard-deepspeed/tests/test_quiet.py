@@ -40,7 +40,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+@pytest.mark.parametrize(
+    "stage", [pytest.param("0", marks=pytest.mark.long), "1", pytest.param("2", marks=pytest.mark.long), "3"]
+)
 def test_a_fresh_process_says_and_leaves_nothing(tmp_path: Path, stage: str) -> None:
     home, script = tmp_path / "home", tmp_path / "train.py"
     home.mkdir()

@@ -141,8 +141,8 @@ def tell_all(strategy_name: str, make: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("strategy", "make"),
     [
-        pytest.param(FSDP, adamw, id="xla_fsdp-adamw"),
-        pytest.param(FSDP, sgd, id="xla_fsdp-sgd", marks=pytest.mark.long),
+        pytest.param(FSDP, adamw, id="xla_fsdp-adamw", marks=pytest.mark.long),
+        pytest.param(FSDP, sgd, id="xla_fsdp-sgd"),
         pytest.param(SPMD, adamw, id="xla_spmd-adamw", marks=pytest.mark.long),
     ],
 )

@@ -65,7 +65,6 @@ _REFUSED = {
         ("ignored_modules", "ignored_states"),
         "every parameter that is trained is partitioned; freeze what is to stay as it is",
     ),
-    "cpu_offload": "the options are called offload_optimizer and offload_parameters, and are not honoured yet",
     "mixed_precision": "the argument is called precision",
     "param_init_fn": "modules are built in module_init_context() or on a device",
 }
