@@ -20,7 +20,7 @@ from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
 from shard_core.strategy.lifecycle import StrategyLifecycle
 from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
-from shard_core.strategy.quantization import quantized_part
+from shard_core.strategy.quantization import refuse_quantized
 from shard_core.strategy.registry import SetUpModule
 
 T = TypeVar("T")
@@ -67,7 +67,8 @@ class StrategySetup(StrategyLifecycle):
             The module to call, and the optimizers.
 
         Raises:
-            SetupError: If the module was set up before, or an optimizer holds parameters of another module.
+            SetupError: If the module was set up before or has quantised weights, or an optimizer holds parameters of
+                another module.
             MissingCapability: If the strategy does not promise to take what it was given.
             PrecisionMismatch: If a tensor has another dtype afterwards than the precision asks for.
         """
@@ -189,7 +190,7 @@ class StrategySetup(StrategyLifecycle):
         kind = type(module).__name__  # engines may exchange the class
         self.collectives.barrier(f"setup of {kind}")
         self._require_elementwise(optimizers)
-        self._refuse_quantized(module)
+        refuse_quantized(module)
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
@@ -227,15 +228,6 @@ class StrategySetup(StrategyLifecycle):
             )
         )
         return called
-
-    def _refuse_quantized(self, module: torch.nn.Module) -> None:
-        found = None if type(self).engine_keeps_quantized else quantized_part(module)
-        if found is not None:
-            name, kind = found
-            raise SetupError(
-                f"{name!r} is {kind}, and strategy {self.info.name!r} would not keep it what it is when it lays out "
-                "parameters anew; load the model without quantization, or train it under 'ddp' or 'single'."
-            )
 
     def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse on all ranks what rank 0 refuses; were each to judge for itself, some might go on alone."""
