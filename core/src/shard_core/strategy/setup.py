@@ -15,6 +15,7 @@ from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
+from shard_core.preparation.layers import LayerCalls
 from shard_core.randomness import seed_data_rank, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
@@ -197,10 +198,12 @@ class StrategySetup(StrategyLifecycle):
         shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
         parameters = module.named_parameters(remove_duplicate=False)
         untrained = frozenset(plain_name(name) for name, each in parameters if not each.requires_grad)
-        called = self.engine_setup(module, optimizers, names)
-        check_hooks_kept(names, module)
-        sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
-        self.precision.check_module(module)
+        calls = LayerCalls(module)
+        with calls.exchanged():
+            called = self.engine_setup(module, optimizers, names)
+            check_hooks_kept(names, module)
+            sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
+            self.precision.check_module(module)
         if len(self._registry) == 0:
             seed_data_rank(self.distributed_sampler_kwargs["rank"])
             self.engine_seed(torch.initial_seed())
@@ -220,6 +223,7 @@ class StrategySetup(StrategyLifecycle):
                 forward=ForwardPrecision(called, self.precision, self.root_device.type),
                 pretrained=pretrained,
                 partial_state=partial,
+                layer_calls=calls,
                 forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
                 untrained=untrained,
