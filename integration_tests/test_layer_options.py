@@ -285,6 +285,28 @@ def test_a_graph_serves_all_blocks_whatever_else_is_asked_of_them(worlds: Any, n
             assert each["calls"] == [0] * LAYERS, "no layer runs outside of its graph"
 
 
+def exchanged_after_teardown(name: str, given: dict[str, Any]) -> list[list[str]]:
+    """Set a module up and tear down; return what of its layers was exchanged before and after that."""
+    model = Stack()
+    with get_strategy(name, accelerator="cpu", **RECOMPUTE[name], **given) as strategy:
+        strategy.setup_module(model)
+        during = exchanged(model.layers)
+    return [during, exchanged(model.layers)]
+
+
+def exchanged(layers: nn.ModuleList) -> list[str]:
+    names = ("forward", "_compiled_call_impl")
+    return [name for name in names for layer in layers if vars(layer).get(name) is not None]
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_layers_run_as_before_after_teardown(worlds: Any, name: str) -> None:
+    given = {"activation_checkpointing": Layer, **({"compile": {"backend": "eager"}} if name in ALL else {})}
+    for during, after in worlds(ALL.get(name, 2)).run(exchanged_after_teardown, name, given):
+        assert set(during) == ({"forward", "_compiled_call_impl"} if name in ALL else {"forward"})
+        assert after == []
+
+
 @pytest.mark.parametrize("optimizer_type", ["SGD", "AdamW"])
 @pytest.mark.parametrize("name", ALL)
 def test_training_is_that_of_plain_pytorch(worlds: Any, name: str, optimizer_type: str) -> None:

@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import CustomPolicy
 
 __all__ = [
+    "COMPILED_CALL",
     "METADATA_CLASSES",
     "METADATA_LAYOUT",
     "METADATA_SIZE",
@@ -110,6 +111,9 @@ __all__ = [
     "version_of",
     "written_arguments",
 ]
+
+#: The attribute that ``Module.compile()`` sets on a module.
+COMPILED_CALL = "_compiled_call_impl"
 
 #: (module, name) of the classes whose objects the metadata of a distributed checkpoint consist of.
 METADATA_CLASSES = frozenset(
@@ -183,7 +187,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether torch.compile has compiled a module or anything in it."""
     return any(
         name.rpartition(".")[2] == "_orig_mod"
-        or part._compiled_call_impl is not None
+        or getattr(part, COMPILED_CALL) is not None
         or hasattr(part.forward, "_torchdynamo_orig_callable")
         for name, part in module.named_modules()
     )

@@ -116,6 +116,9 @@ OPTIONS_VARIABLE = "SHARD_OPTIONS"
 
 #: Annotations of options that take classes or functions, for which JSON has no values.
 _TAKES_OBJECTS = re.compile(r"\btype\b|\bCallable\b")
+#: Annotations of options that have words of their own; what a dict in them maps to is another matter.
+_TAKES_WORDS = re.compile(r"\bstr\b|\bLiteral\b")
+_DICT = re.compile(r"\bMapping\[[^\]]*\]")
 _REFERENCE = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
 
@@ -167,6 +170,9 @@ def import_references(options: Mapping[str, Any], annotations: Mapping[str, str]
     Example:
         >>> import_references({"policy": ["collections:OrderedDict"]}, {"policy": "set[type] | None"})
         {'policy': {<class 'collections.OrderedDict'>}}
+        >>> given = {"layers": "collections:OrderedDict", "policy": ["aten.mm"]}
+        >>> import_references({"recompute": given}, {"recompute": "type | Mapping[str, Any]"})
+        {'recompute': {'layers': <class 'collections.OrderedDict'>, 'policy': ['aten.mm']}}
         >>> import_references({"policy": "OrderedDict"}, {"policy": "set[type] | None"})
         Traceback (most recent call last):
         ...
@@ -179,18 +185,26 @@ def import_references(options: Mapping[str, Any], annotations: Mapping[str, str]
 def _imported(option: str, value: Any, annotation: str) -> Any:
     if not _TAKES_OBJECTS.search(annotation):
         return value
+    words = bool(_TAKES_WORDS.search(_DICT.sub("", annotation)))
+    if isinstance(value, Mapping):
+        # What stands for layers is what the option takes alone; the rest may be words, such as names of operations.
+        return {key: _objects(option, one, words=words or key != "layers") for key, one in value.items()}
+    found = _objects(option, value, words=words)
+    return set(found) if isinstance(value, list) and annotation.startswith("set[") else found
+
+
+def _objects(option: str, value: Any, *, words: bool) -> Any:
     if isinstance(value, list):
-        each = [_object(option, one, annotation) for one in value]
-        return set(each) if annotation.startswith("set[") else each
-    return _object(option, value, annotation)
+        return [_object(option, one, words=words) for one in value]
+    return _object(option, value, words=words)
 
 
-def _object(option: str, value: Any, annotation: str) -> Any:
+def _object(option: str, value: Any, *, words: bool) -> Any:
     if not isinstance(value, str):
         return value
     reference = _REFERENCE.fullmatch(value)
     if reference is None:
-        if re.search(r"\bstr\b|\bLiteral\b", annotation):
+        if words:
             return value  # a word of the option's own
         raise InvalidOption(
             f"{option} is {value!r} in {OPTIONS_VARIABLE}; refer to a class or a function as 'package.module:name', or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -45,6 +46,37 @@ def test_operations_travel_to_other_processes_by_name() -> None:
     strategy = get_strategy("single", activation_checkpointing=given)
     travelled = pickle.loads(pickle.dumps(strategy.config))
     assert travelled.activation_checkpointing["policy"] == ("aten.addmm.default", "aten.mm", "aten.bmm")
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("torch.nn:Linear", nn.Linear),
+        (["torch.nn:Linear", "torch.nn:Tanh"], [nn.Linear, nn.Tanh]),
+        ({"layers": "torch.nn:Linear"}, {"layers": nn.Linear, "policy": None}),
+        ({"layers": ["torch.nn:Linear"], "policy": ["aten.mm"]}, {"layers": [nn.Linear], "policy": ("aten.mm",)}),
+    ],
+)
+def test_layers_come_from_the_environment_alone_and_in_a_dict(
+    monkeypatch: pytest.MonkeyPatch, given: Any, taken: Any
+) -> None:
+    monkeypatch.setenv("SHARD_OPTIONS", json.dumps({"activation_checkpointing": given}))
+    assert get_strategy("single").config.activation_checkpointing == taken
+
+
+def test_a_policy_comes_from_the_environment_where_it_is_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"layers": "torch.nn:Linear", "policy": f"{__name__}:write_in_place"}
+    monkeypatch.setenv("SHARD_OPTIONS", json.dumps({"activation_checkpointing": given}))
+    assert get_strategy("single").config.activation_checkpointing == {"layers": nn.Linear, "policy": write_in_place}
+
+
+@pytest.mark.parametrize("given", ["Block", ["Block"], {"layers": "Block"}, {"layers": ["Block"], "policy": []}])
+def test_a_plain_name_from_the_environment_is_told_what_a_reference_is(
+    monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    monkeypatch.setenv("SHARD_OPTIONS", json.dumps({"activation_checkpointing": given}))
+    with pytest.raises(InvalidOption, match="activation_checkpointing is 'Block' in SHARD_OPTIONS; refer to a class"):
+        get_strategy("single")
 
 
 def answering(answer: Any) -> Any:

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from shard_core import SetupError, get_strategy
-from shard_core.strategies.single import SingleStrategy
 from shard_core.strategy.quantization import quantized_part
 
-SETUP = r"'1.weight' is Params4bit of bitsandbytes, and strategy 'single' would not keep it what it is .*under 'ddp'"
+SENTENCE = r"'1.weight' is Params4bit of bitsandbytes, and no strategy keeps quantised weights .*; load the model"
 
 
 class Params4bit(nn.Parameter):
@@ -33,10 +32,13 @@ class Float8Linear(nn.Linear):
     __module__ = "torchao.float8.float8_linear"
 
 
-class Sharding(SingleStrategy):
-    """An engine that lays parameters out anew."""
+class FP8Linear(nn.Module):
+    """What transformers keeps in eight bits, beside the scales without which the numbers mean nothing."""
 
-    engine_keeps_quantized = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.ones(1, 1), requires_grad=False)
 
 
 def quantized() -> nn.Module:
@@ -58,8 +60,18 @@ def test_layers_of_such_libraries_may_train_plain_weights() -> None:
     assert quantized_part(nn.Sequential(Float8Linear(2, 2))) is None
 
 
-def test_an_engine_that_would_lay_them_out_anew_refuses_them_by_name() -> None:
-    with Sharding(accelerator="cpu") as strategy, pytest.raises(SetupError, match=SETUP):
-        strategy.setup_module(quantized())
-    with get_strategy("single", accelerator="cpu") as strategy:
-        assert type(strategy.setup_module(quantized())[1].weight) is Params4bit
+@pytest.mark.parametrize("name", ["single", "ddp"])
+def test_every_strategy_refuses_them_by_name_and_leaves_them_as_they_are(name: str) -> None:
+    model = quantized()
+    with get_strategy(name, accelerator="cpu", devices=1) as strategy, pytest.raises(SetupError, match=SENTENCE):
+        strategy.setup_module(model)
+    assert type(model[1].weight) is Params4bit
+
+
+def test_weights_in_eight_bits_are_not_cast_without_their_scales() -> None:
+    model = nn.ModuleDict({"base": FP8Linear(), "lora": nn.Linear(4, 4)})
+    model.quantization_method = "fp8"
+    sentence = "'the module' is quantised by fp8, and no strategy keeps"
+    with get_strategy("single", accelerator="cpu") as strategy, pytest.raises(SetupError, match=sentence):
+        strategy.setup_module(model)
+    assert model["base"].weight.dtype is torch.float8_e4m3fn

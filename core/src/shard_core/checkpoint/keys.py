@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 #: What a key begins with, up to its first dot; files are named after it too.
 KINDS = ("model", "optim", "state")
 MODEL, OPTIMIZER, VALUE = (f"{kind}." for kind in KINDS)
@@ -21,6 +24,20 @@ FROZEN_KEY = f"{OWN_KEYS}frozen"
 
 #: What the keys of the generators' tensors begin with.
 RANDOM_TENSORS = f"{VALUE}{RANDOM_KEY}."
+
+
+def frozen_keys(values: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys of the parameters that a save has left out because they are frozen.
+
+    Args:
+        values: Those of the checkpoint, which nobody has believed yet.
+
+    Example:
+        >>> sorted(frozen_keys({"step": 3, FROZEN_KEY: ["model.base.weight"]}))
+        ['model.base.weight']
+    """
+    found = values.get(FROZEN_KEY)
+    return frozenset(map(str, found if isinstance(found, list) else ()))
 
 
 def model_key(name: str) -> str:

@@ -33,7 +33,6 @@ class DDPStrategy(TorchEngine, Strategy):
 
     default_info = DDP
     config_type = DDPConfig
-    engine_keeps_quantized = True
     config: DDPConfig
 
     @functools.cached_property

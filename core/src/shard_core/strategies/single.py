@@ -40,7 +40,6 @@ class SingleStrategy(TorchEngine, Strategy):
     config_type = SingleConfig
     config: SingleConfig
     engine_collectives_types = {"single": SingleCollectives}
-    engine_keeps_quantized = True
     engine_backward_keywords = ("gradient", "retain_graph", "create_graph", "inputs")
 
     def engine_setup(

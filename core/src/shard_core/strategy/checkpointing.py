@@ -98,8 +98,9 @@ class StrategyCheckpointing(StrategyStateDict):
             contents = self._contents(state)
             values = contents.values()
             described = self.engine_state(contents.modules, contents.optimizers)
-            if not frozen:
-                values[FROZEN_KEY] = self._never_trained(contents.modules)
+            left_out = [] if frozen else self._never_trained(contents.modules)
+            if left_out:  # else the checkpoint is like any other
+                values[FROZEN_KEY] = left_out
             return described, values
 
         def announce() -> tuple[RankState, Any]:
@@ -123,7 +124,7 @@ class StrategyCheckpointing(StrategyStateDict):
             if begun is not None:
                 begun.abandon()
             raise
-        if not frozen:
+        if FROZEN_KEY in values:
             tensors = TrainedState(tensors, values[FROZEN_KEY])
         values[RANDOM_KEY] = joint_random_state([random for random, _ in answers])
         announcements = [each for _, each in answers]

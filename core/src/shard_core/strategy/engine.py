@@ -67,10 +67,6 @@ class Engine(abc.ABC):
     #: What users may name as ``collectives``, and the class of each; the first is the default.
     engine_collectives_types: ClassVar[Mapping[str, type[Collectives]]] = {"process_group": ProcessGroupCollectives}
 
-    #: Whether parameters stay whole and are moved by their own ``to``, so that quantised ones, whose shapes and dtypes
-    #: are not those of what they stand for, stay what they are; elsewhere they are refused by name.
-    engine_keeps_quantized: ClassVar[bool] = False
-
     #: Keywords of ``Tensor.backward`` that ``engine_backward`` honours; others are refused by name.
     engine_backward_keywords: ClassVar[Sequence[str]] = ("gradient", "retain_graph")
 

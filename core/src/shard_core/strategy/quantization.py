@@ -1,9 +1,10 @@
-"""Recognizing quantised weights by the libraries they come from, none of which is imported."""
+"""Refusing quantised weights, which are recognised by the libraries they come from; none of these is imported."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shard_core.errors import SetupError
 from shard_core.parameters import plain_name
 
 if TYPE_CHECKING:
@@ -13,6 +14,24 @@ if TYPE_CHECKING:
 _LIBRARIES = frozenset(
     {"aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "gptqmodel", "hqq", "optimum", "torchao"}
 )
+
+
+def refuse_quantized(module: nn.Module) -> None:
+    """Refuse a module that has quantised weights: setup would cast them without their scales, or shard them.
+
+    Args:
+        module: The user's.
+
+    Raises:
+        SetupError: Naming the first of them, and what it is.
+    """
+    found = quantized_part(module)
+    if found is not None:
+        name, kind = found
+        raise SetupError(
+            f"{name!r} is {kind}, and no strategy keeps quantised weights what they are: setup casts and lays out "
+            "tensors without their scales; load the model without quantization."
+        )
 
 
 def quantized_part(module: nn.Module) -> tuple[str, str] | None:

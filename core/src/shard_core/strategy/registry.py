@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shard_core.parameters import ParameterNames
+    from shard_core.preparation.layers import LayerCalls
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
     from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 
@@ -31,6 +32,7 @@ class SetUpModule:
         forward: Its forward's precision.
         pretrained: What replaces its ``save_pretrained``.
         partial_state: What refuses its ``state_dict`` where that would hold parts.
+        layer_calls: How its parts ran before setup.
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
         unstepped: What gradients still need while there is no optimizer.
@@ -47,6 +49,7 @@ class SetUpModule:
     forward: ForwardPrecision
     pretrained: PretrainedSaves
     partial_state: PartialStateDict
+    layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
@@ -165,11 +168,12 @@ class Registry:
         )
 
     def clear(self) -> None:
-        """Remove all modules, and all hooks from them."""
+        """Remove all modules, and all hooks from them, and let their parts run as they did."""
         for known in self._modules:
             known.forward.remove()
             known.pretrained.remove()
             known.partial_state.remove()
+            known.layer_calls.restore()
             if known.forward_only is not None:
                 known.forward_only.remove()
         self._modules.clear()

@@ -15,12 +15,13 @@ from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
+from shard_core.preparation.layers import LayerCalls
 from shard_core.randomness import seed_data_rank, shared_generator
 from shard_core.strategy.accumulation import Accumulation
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
 from shard_core.strategy.lifecycle import StrategyLifecycle
 from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
-from shard_core.strategy.quantization import quantized_part
+from shard_core.strategy.quantization import refuse_quantized
 from shard_core.strategy.registry import SetUpModule
 
 T = TypeVar("T")
@@ -67,7 +68,8 @@ class StrategySetup(StrategyLifecycle):
             The module to call, and the optimizers.
 
         Raises:
-            SetupError: If the module was set up before, or an optimizer holds parameters of another module.
+            SetupError: If the module was set up before or has quantised weights, or an optimizer holds parameters of
+                another module.
             MissingCapability: If the strategy does not promise to take what it was given.
             PrecisionMismatch: If a tensor has another dtype afterwards than the precision asks for.
         """
@@ -189,17 +191,19 @@ class StrategySetup(StrategyLifecycle):
         kind = type(module).__name__  # engines may exchange the class
         self.collectives.barrier(f"setup of {kind}")
         self._require_elementwise(optimizers)
-        self._refuse_quantized(module)
+        refuse_quantized(module)
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
         shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
         parameters = module.named_parameters(remove_duplicate=False)
         untrained = frozenset(plain_name(name) for name, each in parameters if not each.requires_grad)
-        called = self.engine_setup(module, optimizers, names)
-        check_hooks_kept(names, module)
-        sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
-        self.precision.check_module(module)
+        calls = LayerCalls(module)
+        with calls.exchanged():
+            called = self.engine_setup(module, optimizers, names)
+            check_hooks_kept(names, module)
+            sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
+            self.precision.check_module(module)
         if len(self._registry) == 0:
             seed_data_rank(self.distributed_sampler_kwargs["rank"])
             self.engine_seed(torch.initial_seed())
@@ -219,6 +223,7 @@ class StrategySetup(StrategyLifecycle):
                 forward=ForwardPrecision(called, self.precision, self.root_device.type),
                 pretrained=pretrained,
                 partial_state=partial,
+                layer_calls=calls,
                 forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
                 untrained=untrained,
@@ -227,15 +232,6 @@ class StrategySetup(StrategyLifecycle):
             )
         )
         return called
-
-    def _refuse_quantized(self, module: torch.nn.Module) -> None:
-        found = None if type(self).engine_keeps_quantized else quantized_part(module)
-        if found is not None:
-            name, kind = found
-            raise SetupError(
-                f"{name!r} is {kind}, and strategy {self.info.name!r} would not keep it what it is when it lays out "
-                "parameters anew; load the model without quantization, or train it under 'ddp' or 'single'."
-            )
 
     def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse on all ranks what rank 0 refuses; were each to judge for itself, some might go on alone."""

@@ -129,3 +129,22 @@ def test_what_was_saved_without_what_is_frozen_is_no_model_to_export(tmp_path):
         strategy.save_checkpoint(tmp_path / "c", {"model": strategy.setup_module(model)}, frozen=False)
     with pytest.raises(InvalidOption, match="was saved without what is frozen, so it is no whole model"):
         export(tmp_path / "c", tmp_path / "out")
+
+
+def test_a_save_without_what_is_frozen_is_whole_where_nothing_was(tmp_path):
+    with get_strategy("single", accelerator="cpu") as strategy:
+        strategy.save_checkpoint(tmp_path / "c", {"model": strategy.setup_module(_Model("default"))}, frozen=False)
+    assert export(tmp_path / "c", tmp_path / "out").tensors == len(_Model("default").state_dict())
+
+
+def test_what_was_left_out_of_another_module_is_not_missed(tmp_path):
+    with get_strategy("single", accelerator="cpu") as strategy:
+        base, head = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Linear(2, 2)
+        base[0].requires_grad_(False)
+        state = {"base": strategy.setup_module(base), "head": strategy.setup_module(head)}
+        strategy.save_checkpoint(tmp_path / "c", state, frozen=False)
+    assert export(tmp_path / "c", tmp_path / "head", module="head").tensors == 2
+    assert export(tmp_path / "c", tmp_path / "trained", module="base", prefix="1.").tensors == 2
+    for prefix in ("", "0."):
+        with pytest.raises(InvalidOption, match="was saved without what is frozen, so it is no whole model"):
+            export(tmp_path / "c", tmp_path / "none", module="base", prefix=prefix)

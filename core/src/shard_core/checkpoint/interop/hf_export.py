@@ -25,7 +25,7 @@ from shard_core.checkpoint.interop.hf_layout import (
     write_weights_index,
 )
 from shard_core.checkpoint.interop.peft_layout import ADAPTER_WEIGHTS_NAME, AdapterConfiguration
-from shard_core.checkpoint.keys import FROZEN_KEY, model_key
+from shard_core.checkpoint.keys import frozen_keys, model_key
 from shard_core.checkpoint.save.writer import Entry, TensorFileWriter
 from shard_core.checkpoint.storage.local import LocalFolder, fsync_folder
 from shard_core.checkpoint.storage.opening import is_url
@@ -109,23 +109,16 @@ def export(
     target = Path(os.path.abspath(out))
     opened = OpenedCheckpoint(path, storage_options)
     code = _code(dtype)
-    keys, tied = _names(opened, module, prefix)
+    start = _start(opened, module, prefix)
     adapters = AdapterConfiguration.find(Path(config)) if config is not None else None
     configuration = Configuration.find(Path(config)) if config is not None and adapters is None else None
+    if adapters is None:
+        _check_whole(opened, start, adapter)
+    keys, tied = _names(opened, start, prefix)
     if adapters is not None:
         # Tied tensors are stored under each of their names, as PEFT does.
         keys |= {alias: keys[name] for alias, name in tied.items()}
         keys, tied = {stored: keys[name] for stored, name in adapters.names(keys, adapter).items()}, {}
-    elif adapter is not None:
-        raise InvalidOption(
-            f"adapter={adapter!r} is for adapters alone; give their adapter_config.json, or the folder it is in, with "
-            "config=PATH (--config)."
-        )
-    elif FROZEN_KEY in opened.manifest.values:
-        raise InvalidOption(
-            f"{str(opened.folder)!r} was saved without what is frozen, so it is no whole model; for PEFT's adapters, "
-            "give their adapter_config.json, or the folder it is in, with config=PATH (--config)."
-        )
     _check_target(target, opened.folder, overwrite)
     entries = [_entry(opened, name, key, code) for name, key in keys.items()]
     files = divide(entries, max_shard_size) if adapters is None else [whole_file(ADAPTER_WEIGHTS_NAME, entries)]
@@ -160,8 +153,8 @@ def _code(dtype: str | None) -> str | None:
     return None if dtype is None else DTYPES[dtype]
 
 
-def _names(opened: OpenedCheckpoint, module: str | None, prefix: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the key of each tensor to be written by the name it will have, and the tied names that are left out."""
+def _start(opened: OpenedCheckpoint, module: str | None, prefix: str) -> str:
+    """Return what the keys of the tensors to be written begin with."""
     modules = opened.manifest.modules
     held = ", ".join(map(repr, modules)) or "none"
     if module is None and len(modules) != 1:
@@ -170,7 +163,26 @@ def _names(opened: OpenedCheckpoint, module: str | None, prefix: str) -> tuple[d
         )
     if module is not None and module not in modules:
         raise InvalidOption(f"module {module!r} is not in the checkpoint{nearest(module, modules)}; it holds: {held}.")
-    start = model_key((modules[module] if module is not None else next(iter(modules.values()))) + prefix)
+    return model_key((modules[module] if module is not None else next(iter(modules.values()))) + prefix)
+
+
+def _check_whole(opened: OpenedCheckpoint, start: str, adapter: str | None) -> None:
+    """Refuse adapters without their configuration, and weights of which the save has left some out."""
+    if adapter is not None:
+        raise InvalidOption(
+            f"adapter={adapter!r} is for adapters alone; give their adapter_config.json, or the folder it is in, with "
+            "config=PATH (--config)."
+        )
+    # Of another module, or outside the prefix, nothing is missed here.
+    if any(key.startswith(start) for key in frozen_keys(opened.manifest.values)):
+        raise InvalidOption(
+            f"{str(opened.folder)!r} was saved without what is frozen, so it is no whole model; for PEFT's adapters, "
+            "give their adapter_config.json, or the folder it is in, with config=PATH (--config)."
+        )
+
+
+def _names(opened: OpenedCheckpoint, start: str, prefix: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the key of each tensor to be written by the name it will have, and the tied names that are left out."""
     keys = {
         tensor.key.removeprefix(start): tensor.key
         for tensor in opened.manifest.tensors

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.format.dtypes import torch_dtype
 from shard_core.checkpoint.format.json_fields import Fields
-from shard_core.checkpoint.keys import FROZEN_KEY, MODEL, OPTIMIZER, slot_in
+from shard_core.checkpoint.keys import MODEL, OPTIMIZER, frozen_keys, slot_in
 from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
 from shard_core.checkpoint.state.training_state import KeySpace, Slot
 
@@ -37,8 +37,7 @@ class ModuleMatch:
         self._live_aliases = _inside(self._live_model, live_aliases)
         self._saved_aliases = _inside(self.saved_model, manifest.aliases)
         self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
-        left_out = manifest.values.get(FROZEN_KEY)
-        self._left_out = frozenset(map(str, left_out if isinstance(left_out, list) else ()))
+        self._left_out = frozen_keys(manifest.values)
 
     def owns(self, key: str) -> bool:
         """Return whether a live key is one of this module's."""
