@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import LAYOUTS
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -34,18 +35,18 @@ CHOICES: list[tuple[dict[str, Any], set[str]]] = [
 ]
 
 
-def kept_whole(options: dict[str, Any]) -> tuple[set[str], dict[str, torch.Tensor], bool]:
+def kept_whole(name: str, options: dict[str, Any]) -> tuple[set[str], dict[str, torch.Tensor], bool]:
     """Return which parameters are whole after setup, and their gradients after two micro-batches of this rank's own."""
-    with get_strategy("fsdp", unit_bytes=1, **options) as strategy:
+    with get_strategy(name, unit_bytes=1, **LAYOUTS[name], **options) as strategy:
         strategy.seed_everything(1)
         with strategy.module_init_context():
             model = Model()
         model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
-        whole = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+        whole = {key for key, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
         for micro, batch in enumerate(inputs(strategy.global_rank)):
             with strategy.no_backward_sync(model, enabled=micro == 0):
                 strategy.backward(model(batch), model)
-        gradients = {name: dict(model.named_parameters())[name].grad.clone() for name in whole}
+        gradients = {key: dict(model.named_parameters())[key].grad.clone() for key in whole}
         norm = strategy.clip_gradients_norm(model, optimizer, 1e9)
         return whole, gradients, norm.item()
 
@@ -54,9 +55,10 @@ def inputs(rank: int) -> list[torch.Tensor]:
     return [torch.full((2, 4), float(rank + 2 * micro)) + torch.arange(4.0) for micro in range(2)]
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(("options", "names"), CHOICES)
 def test_what_is_ignored_stays_whole_and_has_averaged_gradients(
-    worlds: Any, options: dict[str, Any], names: set[str]
+    worlds: Any, name: str, options: dict[str, Any], names: set[str]
 ) -> None:
     torch.manual_seed(1)
     plain = Model()
@@ -65,10 +67,10 @@ def test_what_is_ignored_stays_whole_and_has_averaged_gradients(
             (plain(batch) / 2).backward()
     truth = dict(plain.named_parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
-    for whole, gradients, found in worlds(2).run(kept_whole, options):
+    for whole, gradients, found in worlds(2).run(kept_whole, name, options):
         assert whole == names
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, truth[name].grad, rtol=1e-5, atol=1e-6)
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(gradient, truth[key].grad, rtol=1e-5, atol=1e-6)
         assert found == pytest.approx(norm, rel=1e-5), "what is whole counts once"
 
 

@@ -50,8 +50,8 @@ class Mixed(nn.Module):
         return (self.layer(x) * self.scale * self.gain).pow(2).mean()
 
 
-def parts(name: str, accelerator: str = "cpu") -> Any:
-    with get_strategy(name, accelerator=accelerator) as strategy:
+def parts(name: str, accelerator: str = "cpu", **options: Any) -> Any:
+    with get_strategy(name, accelerator=accelerator, **options) as strategy:
         model, optimizer = set_up(strategy, Mixed, "adamw")
         strategy.backward(model(torch.ones(2, 6, device=strategy.root_device)), model)
         strategy.clip_gradients_norm(model, optimizer, 1.0)
@@ -68,6 +68,15 @@ def parts(name: str, accelerator: str = "cpu") -> Any:
 )
 def test_the_engine_offloads_where_it_is_asked_to(worlds: Any, name: str, engine: set[Any]) -> None:
     assert worlds(2).run(parts, name) == [(engine, [(DTensor, "cpu", rows)] * 3) for rows in (3, 2)]
+
+
+def offloaded_copies() -> Any:
+    return parts("hsdp", device_mesh=(1, 2), cpu_offload=True)
+
+
+def test_shards_of_copies_are_offloaded_alike(worlds: Any) -> None:
+    engine = {CPUOffloadPolicy, True}
+    assert worlds(2).run(offloaded_copies) == [(engine, [(DTensor, "cpu", rows)] * 3) for rows in (3, 2)]
 
 
 @pytest.mark.gpu

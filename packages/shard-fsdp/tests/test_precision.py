@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import LAYOUTS
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.nn import functional
@@ -68,8 +69,8 @@ class Watching(nn.Module):
         return loss
 
 
-def travels(options: dict[str, Any]) -> Any:
-    with get_strategy("fsdp", **options) as strategy:
+def travels(layout: str, options: dict[str, Any]) -> Any:
+    with get_strategy(layout, **LAYOUTS[layout], **options) as strategy:
         model, optimizer = set_up(strategy, Watching, "adamw")
         with Wire() as wire:
             strategy.backward(model(torch.ones(3, 6)), model)
@@ -81,6 +82,7 @@ def travels(options: dict[str, Any]) -> Any:
         return set(wire.gathers), set(wire.scatters), stored, model.met, scales
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("options", "gathered", "reduced", "met", "scaled"),
     [
@@ -118,9 +120,15 @@ def travels(options: dict[str, Any]) -> Any:
     ],
 )
 def test_dtypes_on_the_wire_and_in_the_forward(
-    worlds: Any, options: dict[str, Any], gathered: torch.dtype, reduced: torch.dtype, met: dict[str, str], scaled: bool
+    worlds: Any,
+    layout: str,
+    options: dict[str, Any],
+    gathered: torch.dtype,
+    reduced: torch.dtype,
+    met: dict[str, str],
+    scaled: bool,
 ) -> None:
-    for gathers, scatters, stored, seen, scales in worlds(2).run(travels, options):
+    for gathers, scatters, stored, seen, scales in worlds(2).run(travels, layout, options):
         assert (gathers, scatters) == ({gathered}, {reduced})
         assert stored == {FP32}, "what is stepped stays in float32"
         assert met.items() <= seen.items()

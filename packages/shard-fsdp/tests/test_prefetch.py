@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import LAYOUTS
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -38,20 +39,20 @@ class Model(nn.Module):
 KINDS = {"FSDP::all_gather": "gather", "FSDP::post_backward_reduce": "reduce"}
 
 
-def time_line(options: dict[str, Any]) -> tuple[list[str], list[str], float]:
+def time_line(name: str, options: dict[str, Any]) -> tuple[list[str], list[str], float]:
     """Return what a forward and a backward did, in order."""
 
     def named(seen: profile) -> list[str]:
         lines = []
         for event in sorted(seen.events(), key=lambda event: event.time_range.start):
-            kind, _, name = event.name.partition(" (")
-            if kind in KINDS and name.startswith("blocks"):
-                lines.append(f"{KINDS[kind]} {name.removeprefix('blocks.')[0]}")
+            kind, _, unit = event.name.partition(" (")
+            if kind in KINDS and unit.startswith("blocks"):
+                lines.append(f"{KINDS[kind]} {unit.removeprefix('blocks.')[0]}")
             elif kind.startswith("use "):
                 lines.append(kind)
         return lines
 
-    with get_strategy("fsdp", auto_wrap_policy={Block}, **options) as strategy:
+    with get_strategy(name, auto_wrap_policy={Block}, **LAYOUTS[name], **options) as strategy:
         strategy.seed_everything(0)
         model = Model()
         model, _ = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
@@ -71,6 +72,7 @@ EARLIER_BACKWARD = ["gather 2", "gather 1", "gather 0", "reduce 2", "reduce 1", 
 LATE_BACKWARD = ["gather 2", "reduce 2", "gather 1", "reduce 1", "gather 0", "reduce 0"]
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(
     ("options", "forward", "backward"),
     [
@@ -83,14 +85,14 @@ LATE_BACKWARD = ["gather 2", "reduce 2", "gather 1", "reduce 1", "gather 0", "re
     ],
 )
 def test_units_are_gathered_when_they_are_asked_for(
-    worlds: Any, options: dict[str, Any], forward: list[str], backward: list[str]
+    worlds: Any, name: str, options: dict[str, Any], forward: list[str], backward: list[str]
 ) -> None:
     losses = set()
-    for seen_forward, seen_backward, loss in worlds(2).run(time_line, options):
+    for seen_forward, seen_backward, loss in worlds(2).run(time_line, name, options):
         assert seen_forward == forward
         assert seen_backward == backward
         losses.add(loss)
-    assert losses == {worlds(2).run(time_line, {})[0][2]}
+    assert losses == {worlds(2).run(time_line, name, {})[0][2]}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import LAYOUTS
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import (
@@ -85,9 +86,9 @@ POLICIES: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-def wrapped(name: str) -> tuple[list[str], int]:
+def wrapped(layout: str, name: str) -> tuple[list[str], int]:
     policy = POLICIES[name][0]
-    with get_strategy("fsdp", auto_wrap_policy=policy) as strategy:
+    with get_strategy(layout, auto_wrap_policy=policy, **LAYOUTS[layout]) as strategy:
         with strategy.module_init_context():
             model = Tower()
         model, _ = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
@@ -96,10 +97,11 @@ def wrapped(name: str) -> tuple[list[str], int]:
         return units_of(model), sum(event.name.partition(" (")[0] == "FSDP::all_gather" for event in profile.events())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_decides_the_units(worlds: Any, name: str) -> None:
+def test_a_policy_decides_the_units(worlds: Any, layout: str, name: str) -> None:
     expected = POLICIES[name][1]
-    for units, gathers in worlds(2).run(wrapped, name):
+    for units, gathers in worlds(2).run(wrapped, layout, name):
         if expected is None:
             own = {n for n, p in Tower().named_modules() if any(True for _ in p.parameters(recurse=False))}
             assert own <= set(units)
@@ -137,7 +139,10 @@ def test_a_policy_that_would_part_tied_weights_leaves_them_to_the_root(worlds: A
 
 
 def refused(policy: Any) -> str:
-    with get_strategy("fsdp", auto_wrap_policy=policy) as strategy, pytest.raises(InvalidOption) as error:
+    with (
+        get_strategy("fsdp", auto_wrap_policy=policy) as strategy,
+        pytest.raises(InvalidOption) as error,
+    ):
         strategy.setup_module(Tower())
     return str(error.value)
 
