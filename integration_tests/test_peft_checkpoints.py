@@ -1,13 +1,19 @@
 """Adapters alone are saved, loaded, exported and imported, while what they stand in stays where it is."""
 
+import contextlib
 import json
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import adapters
 import pytest
 import torch
+from environment_worlds import EnvironmentWorlds
+from environments import python_with
 from safetensors.torch import load_file
+from strategy_chains import Station
 
 from shard_core import get_strategy
 from shard_core.checkpoint import export, inspect, verify
@@ -53,6 +59,23 @@ def resume(name: str, case: str, every: bool, path: Path) -> Any:
         return loaded, *adapters.train(model, optimizer, strategy, case, steps=2, at=2)
 
 
+@pytest.fixture
+def on(worlds: Any) -> Iterator[Callable[..., list[Any]]]:
+    """Return what runs a function on the ranks of a strategy, in the environment that has it."""
+    with contextlib.ExitStack() as opened:
+
+        def run(place: tuple[str, int], function: Callable[..., Any], *args: Any) -> list[Any]:
+            station = Station(*place)
+            python = python_with(station.strategy)
+            if python == Path(sys.executable):
+                return worlds(station.ranks).run(function, station.strategy, *args, timeout=180)
+            elsewhere = opened.enter_context(contextlib.closing(EnvironmentWorlds(python)))
+            world = elsewhere(station.ranks, station.environment)
+            return world.run(function, station.strategy, *args, timeout=400)
+
+        yield run
+
+
 def plain(case: str, weights: dict[str, torch.Tensor]) -> Any:
     """Build the model in one process, with these weights."""
     torch.manual_seed(11)
@@ -70,10 +93,14 @@ def plain(case: str, weights: dict[str, torch.Tensor]) -> Any:
         (("deepspeed_stage_3", 2), ("ddp", 2), "tied", False),
         (("ddp", 2), ("tp", 2), "wrapped", True),
         (("tp", 2), ("deepspeed_stage_2", 2), "injected", True),
+        pytest.param(("hsdp", 2), ("fsdp_cpu_offload", 3), "wrapped", False, marks=pytest.mark.long),
+        pytest.param(("deepspeed_stage_1", 2), ("xla_fsdp", 2), "injected", True, marks=pytest.mark.long),
+        pytest.param(("xla_fsdp", 2), ("xla_spmd", 2), "injected", False, marks=pytest.mark.long),
+        pytest.param(("xla_spmd", 2), ("single", 1), "wrapped", True, marks=pytest.mark.long),
     ],
 )
 def test_adapters_alone_are_saved_and_resumed_elsewhere(
-    worlds: Any,
+    on: Callable[..., list[Any]],
     tmp_path: Path,
     first: tuple[str, int],
     second: tuple[str, int],
@@ -82,7 +109,7 @@ def test_adapters_alone_are_saved_and_resumed_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    (weights, moments), losses, norms = worlds(first[1]).run(save, first[0], case, every, tmp_path, timeout=180)[0]
+    (weights, moments), losses, norms = on(first, save, case, every, tmp_path)[0]
 
     torch.manual_seed(11)
     trained = {key for key, each in adapters.make(case).named_parameters() if each.requires_grad}
@@ -91,9 +118,7 @@ def test_adapters_alone_are_saved_and_resumed_elsewhere(
     }
     assert held == trained, "adapters, and nothing that is frozen"
     assert verify(tmp_path / "c").is_fine
-    for loaded, their_losses, their_norms in worlds(second[1]).run(
-        resume, second[0], case, every, tmp_path / "c", timeout=180
-    ):
+    for loaded, their_losses, their_norms in on(second, resume, case, every, tmp_path / "c"):
         torch.testing.assert_close(loaded[0], weights, rtol=0, atol=0)
         torch.testing.assert_close(loaded[1], moments, rtol=0, atol=0)
         if first == second:
