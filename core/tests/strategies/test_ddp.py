@@ -178,6 +178,21 @@ def a_penalty(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferr
     backward(sum(parameter.square().sum() for parameter in model.parameters()) * (1 + rank))
 
 
+def a_method_that_reaches_all_on_one_rank(
+    model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any
+) -> None:
+    outputs = unwrapped(model).forward(inputs)
+    backward(squares(outputs) if rank == 0 else outputs[1].square().mean())
+
+
+def a_forward_inside_that_reaches_all_on_one_rank(
+    model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any
+) -> None:
+    with deferred():
+        outputs = model(inputs)
+    backward(squares(outputs) if rank == 0 else outputs[1].square().mean())
+
+
 def a_loss_nobody_follows(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
     model(inputs)
     backward(squares(model(inputs)))
@@ -198,8 +213,9 @@ def a_head_on_each_side(model: Any, rank: int, inputs: torch.Tensor, backward: A
 
 LOOPS = [forwards_first, last_forward_first, one_loss_twice, two_losses, a_look_between, backward_inside]
 METHODS = [a_method, methods_alone, a_method_first, a_method_last, a_method_besides, a_penalty, a_loss_nobody_follows]
+UNLIKE = [a_method_that_reaches_all_on_one_rank, a_forward_inside_that_reaches_all_on_one_rank]
 HEADS = [a_head_after_both, a_head_on_each_side]
-MOVING = [*LOOPS, *METHODS, *HEADS, backward_outside, a_head_for_each_rank]
+MOVING = [*LOOPS, *METHODS, *UNLIKE, *HEADS, backward_outside, a_head_for_each_rank]
 CASES = [
     ({}, MOVING),
     ({"gradient_as_bucket_view": False}, [*LOOPS, *HEADS]),

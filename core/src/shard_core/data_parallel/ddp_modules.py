@@ -88,8 +88,8 @@ class DDPModules:
         """
         for replica in self._replicas.values():
             replica.reached.clear()
-        replicas = list(self._replicas.values())
-        ready = _passed(loss, [replica for replica in replicas if replica.sends])
+        replicas, named = list(self._replicas.values()), self._replicas.get(module)
+        ready = _passed(loss, [replica for replica in replicas if replica.sends], named)
         for replica in ready:
             loss = replica.get_ready(loss)
         loss.backward(**kwargs)
@@ -97,7 +97,7 @@ class DDPModules:
             if replica in ready:
                 replica.finish()
             # Other ranks' losses may have reached what this one's has not.
-            elif replica.reached or replica is self._replicas.get(module):
+            elif replica.reached or replica is named:
                 replica.average()
 
     def no_sync(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -256,10 +256,12 @@ class _Replica:
                 _metadata(tensor.grad_fn)[self.mark] = True
 
 
-def _passed(loss: torch.Tensor, replicas: Sequence[_Replica]) -> list[_Replica]:
-    """List those through whose forwards a loss came, or all of whose parameters it reaches in another way.
+def _passed(loss: torch.Tensor, replicas: Sequence[_Replica], named: _Replica | None) -> list[_Replica]:
+    """List those through whose forwards a loss came, and the named one if all ranks' losses reach all of it otherwise.
 
-    The search ends with the last of them: at once where the only module's forward has returned the loss.
+    A loss past forward may reach more on one rank than on another, so ranks agree on it; of other modules than the
+    named one they would not know that there is something to agree on. The search ends with the last forward: at once
+    where the only module's forward has returned the loss.
     """
     missing = {replica.mark: replica for replica in replicas}
     seen: dict[Node | None, None] = {loss.grad_fn: None}
@@ -278,7 +280,17 @@ def _passed(loss: torch.Tensor, replicas: Sequence[_Replica]) -> list[_Replica]:
             if other not in seen:
                 seen[other] = None
                 nodes.append(other)
-    return [each for each in replicas if each.mark not in missing or leaves.issuperset(each.trained.values())]
+    passed = [each for each in replicas if each.mark not in missing]
+    if named in replicas and named not in passed and _on_all_ranks(leaves.issuperset(named.trained.values()), named):
+        passed.append(named)
+    return passed
+
+
+def _on_all_ranks(answer: bool, replica: _Replica) -> bool:
+    """Return whether every rank's answer is yes."""
+    answers = torch.tensor(answer, dtype=torch.int32, device=replica.parameters[0].device)
+    dist.all_reduce(answers, op=dist.ReduceOp.MIN)
+    return bool(answers)
 
 
 def _metadata(node: Node) -> dict[object, Any]:
