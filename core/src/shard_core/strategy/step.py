@@ -217,12 +217,13 @@ class StrategyStep(StrategySetup):
 
     @contextlib.contextmanager
     def _inside_no_sync(self, known: SetUpModule, defers: bool) -> Iterator[None]:
-        known.inside_no_sync = True
+        before, known.inside_no_sync = known.inside_no_sync, True
         try:
-            with self.engine_no_sync(known.callable) if defers else contextlib.nullcontext():
+            # Engines are spared contexts in one another, of which the inner one would end what the outer one began.
+            with self.engine_no_sync(known.callable) if defers and not before else contextlib.nullcontext():
                 yield
         finally:
-            known.inside_no_sync = False
+            known.inside_no_sync = before
 
     def _log_sync(self) -> None:
         """Log, once and on rank 0, that no traffic is saved."""
