@@ -109,9 +109,10 @@ class DDPModules:
         return self._replicas[module].no_sync()
 
     def teardown(self) -> None:
-        """Remove the hooks from parameters: another strategy would take them for the user's."""
+        """Remove the hooks from parameters, which another strategy would take for the user's, and drop the modules."""
         for replica in self._replicas.values():
             replica.remove_hooks()
+        self._replicas.clear()
 
 
 class _Replica:
