@@ -97,8 +97,9 @@ class DDPModules:
             if replica in ready:
                 replica.finish()
             # Other ranks' losses may have reached what this one's has not.
-            elif replica.reached or replica is named:
+            elif replica.reached or replica is named or replica.waits:
                 replica.average()
+            replica.waits = not replica.synced
 
     def no_sync(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients add up on this rank; the first backward after it averages their sum.
@@ -121,6 +122,7 @@ class _Replica:
     Attributes:
         parameters: All that may ever have a gradient.
         reached: Those the backward at hand has come to.
+        waits: Whether the last backward was deferred here, alike on every rank, whatever it has reached.
         mark: What the graph of a forward's outputs is marked with.
     """
 
@@ -129,6 +131,7 @@ class _Replica:
         self.parameters = list(named.values())
         self.trained = {name: p for name, p in named.items() if p.requires_grad}
         self.reached: set[torch.Tensor] = set()
+        self.waits = False
         self.mark = object()
         self._others = [p for p in self.parameters if not p.requires_grad]
         self._may_leave_out = may_leave_out
@@ -234,7 +237,7 @@ class _Replica:
         """Average all, after a backward that the wrapper was not ready for."""
         if self._static and self._graph is None:
             self._graph = frozenset()
-        if self.synced:
+        if self.synced and self.parameters:
             _average(self.parameters)
 
     def remove_hooks(self) -> None:
@@ -282,8 +285,9 @@ def _passed(loss: torch.Tensor, replicas: Sequence[_Replica], named: _Replica | 
                 seen[other] = None
                 nodes.append(other)
     passed = [each for each in replicas if each.mark not in missing]
-    if named in replicas and named not in passed and _on_all_ranks(leaves.issuperset(named.trained.values()), named):
-        passed.append(named)
+    for each in replicas:
+        if each is named and each not in passed and _on_all_ranks(leaves.issuperset(each.trained.values()), each):
+            passed.append(each)
     return passed
 
 
