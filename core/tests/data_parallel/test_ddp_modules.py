@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,6 +56,27 @@ def hold() -> dict[str, Any]:
         ddp.teardown()
         seen["hooks"] = has_hooks(made.inner.weight) or has_hooks(frozen.inner.weight)
         return seen
+
+
+def sums_after_teardown(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Count the sums of a backward of new modules, after one of modules that were left was deferred."""
+    with get_strategy("ddp", accelerator="cpu") as strategy:
+        ddp = DDPModules(strategy.root_device)
+        made, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        left = ddp.wrap(made)
+        with ddp.no_sync(left):
+            ddp.backward(left(torch.ones(1, 2)).sum(), left)
+        ddp.teardown()
+        model = ddp.wrap(other)
+        sums: list[torch.Tensor] = []
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, *args, **kwargs: sums.append(tensor))
+        for _ in range(2):
+            ddp.backward(model(torch.ones(1, 2)).sum() + made.weight.sum(), model)
+        return len(sums)
+
+
+def test_modules_that_were_left_take_part_in_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sums_after_teardown(monkeypatch) == 0
 
 
 def test_gradients_are_averaged_when_they_are_not_deferred(worlds: Any) -> None:

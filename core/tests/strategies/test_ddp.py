@@ -1,7 +1,9 @@
 """``ddp`` steps with averaged gradients or not at all, also where a loss does not reach every parameter."""
 
 import contextlib
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +180,21 @@ def a_penalty(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferr
     backward(sum(parameter.square().sum() for parameter in model.parameters()) * (1 + rank))
 
 
+def a_method_that_reaches_all_on_one_rank(
+    model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any
+) -> None:
+    outputs = unwrapped(model).forward(inputs)
+    backward(squares(outputs) if rank == 0 else outputs[1].square().mean())
+
+
+def a_forward_inside_that_reaches_all_on_one_rank(
+    model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any
+) -> None:
+    with deferred():
+        outputs = model(inputs)
+    backward(squares(outputs) if rank == 0 else outputs[1].square().mean())
+
+
 def a_loss_nobody_follows(model: Any, rank: int, inputs: torch.Tensor, backward: Any, deferred: Any) -> None:
     model(inputs)
     backward(squares(model(inputs)))
@@ -198,8 +215,9 @@ def a_head_on_each_side(model: Any, rank: int, inputs: torch.Tensor, backward: A
 
 LOOPS = [forwards_first, last_forward_first, one_loss_twice, two_losses, a_look_between, backward_inside]
 METHODS = [a_method, methods_alone, a_method_first, a_method_last, a_method_besides, a_penalty, a_loss_nobody_follows]
+UNLIKE = [a_method_that_reaches_all_on_one_rank, a_forward_inside_that_reaches_all_on_one_rank]
 HEADS = [a_head_after_both, a_head_on_each_side]
-MOVING = [*LOOPS, *METHODS, *HEADS, backward_outside, a_head_for_each_rank]
+MOVING = [*LOOPS, *METHODS, *UNLIKE, *HEADS, backward_outside, a_head_for_each_rank]
 CASES = [
     ({}, MOVING),
     ({"gradient_as_bucket_view": False}, [*LOOPS, *HEADS]),
@@ -303,6 +321,35 @@ def test_teardown_leaves_no_hooks_on_parameters() -> None:
         strategy.setup_module(module)
         assert has_hooks(module.bias)
     assert not any(map(has_hooks, module.parameters()))
+
+
+def trained_twice(made: nn.Module) -> list[torch.Tensor]:
+    """Train a module under one strategy that is entered twice, the wrappers kept; return its weights."""
+    strategy, kept = get_strategy("ddp", accelerator="cpu", devices=1), []
+    for _ in range(2):
+        with strategy:
+            optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+            model, _ = strategy.setup_module_and_optimizers(made, [optimizer])
+            kept.append(model)
+            for batch, _ in models.batches("plain", 2, 12):
+                strategy.backward(squares(model(batch)), model)
+                strategy.optimizer_step(optimizer)
+                optimizer.zero_grad()
+    pickle.dumps(strategy)  # as launch() does where it starts ranks
+    return list(made.parameters())
+
+
+def test_a_strategy_that_was_left_holds_nothing_of_its_modules() -> None:
+    torch.manual_seed(0)
+    made = TwoHeads()
+    truth = copy.deepcopy(made)
+    optimizer = torch.optim.SGD(truth.parameters(), lr=0.1)
+    for _ in range(2):
+        for batch, _ in models.batches("plain", 2, 12):
+            squares(truth(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(trained_twice(made), list(truth.parameters()))
 
 
 def test_messages_worth_trying_fit_the_model() -> None:

@@ -136,6 +136,35 @@ def test_gradients_thrown_away_inside_no_backward_sync_are_forgotten(name: str, 
     assert norm.item() == pytest.approx(expected.item())
 
 
+def nested_contexts(name: str) -> tuple[list[float], str, list[float]]:
+    """Return a gradient inside, what a step then raises, and the gradient after a last backward outside."""
+    with get_strategy(name) as strategy:
+        module = nn.Linear(3, 1, bias=False)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), 0.1)])
+
+        def backward() -> None:
+            strategy.backward(model(torch.eye(3) * (1 + strategy.global_rank)).sum(), model)
+
+        with strategy.no_backward_sync(model):
+            with strategy.no_backward_sync(model):
+                backward()
+            backward()
+        assert module.weight.grad is not None
+        inside = module.weight.grad.flatten().tolist()
+        with pytest.raises(SetupError) as error:
+            strategy.optimizer_step(optimizer)
+        backward()
+        strategy.optimizer_step(optimizer)
+        return inside, str(error.value), module.weight.grad.flatten().tolist()
+
+
+def test_the_end_of_an_inner_no_backward_sync_does_not_end_the_outer(worlds: Any) -> None:
+    for rank, (inside, message, outside) in enumerate(worlds(2).run(nested_contexts, "ddp")):
+        assert inside == [2.0 * (1 + rank)] * 3
+        assert message.startswith("the last backward was inside no_backward_sync")
+        assert outside == [4.5] * 3
+
+
 def test_a_denominator_counts_where_its_loss_reached_nothing() -> None:
     torch.manual_seed(0)
     module = nn.ModuleDict({"left": nn.Linear(3, 1), "right": nn.Linear(3, 1)})

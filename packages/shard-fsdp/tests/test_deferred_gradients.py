@@ -110,6 +110,24 @@ def test_what_waits_does_so_while_another_module_is_trained(worlds: Any) -> None
         assert message.startswith("the gradient of 'first.weight' was thrown away or changed while it waits")
 
 
+def nested(layout: str) -> bool:
+    """Return whether gradients still wait after a backward in the outer of two contexts."""
+    _, name, options = LAYOUTS[layout]
+    with get_strategy(name, **options) as strategy:
+        model, _ = set_up(strategy, "plain", "sgd")
+        batch = models.share_of(strategy, *models.batches("plain", 1, 12))
+        with strategy.no_backward_sync(model):
+            with strategy.no_backward_sync(model):
+                strategy.backward(model(*batch), model)
+            strategy.backward(model(*batch), model)
+        return not any(parameter.grad.to_local().any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+def test_the_end_of_an_inner_context_does_not_end_the_outer(worlds: Any, layout: str) -> None:
+    assert all(worlds(LAYOUTS[layout][0]).run(nested, layout))
+
+
 def left_out() -> dict[str, bool]:
     """Return which parameters have a gradient after two micro-batches, none of which uses a layer."""
     with get_strategy("fsdp", unit_bytes=1) as strategy:

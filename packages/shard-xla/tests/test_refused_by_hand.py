@@ -96,6 +96,15 @@ def skipping_in_the_last_micro_batch(strategy: Any) -> None:
     story.train()
 
 
+def past_another_module_in_the_last_micro_batch(strategy: Any) -> None:
+    story, other = Story(strategy, sgd), Story(strategy, sgd)
+    with strategy.no_backward_sync(story.model):
+        story.backward(story.loss())
+    other.backward(other.loss())
+    strategy.optimizer_step(other.optimizer)
+    strategy.optimizer_step(story.optimizer)
+
+
 def backward_past_a_step(strategy: Any) -> None:
     story = Story(strategy, sgd)
     loss = story.loss()
@@ -118,6 +127,7 @@ SHARDS: dict[Any, str] = {
     zeroing_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
     replacing_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
     skipping_in_the_last_micro_batch: "parameter 'block.linear.weight' got a gradient in a micro-batch inside",
+    past_another_module_in_the_last_micro_batch: "the last backward outside did not come through its module",
 }
 
 

@@ -88,8 +88,8 @@ class DDPModules:
         """
         for replica in self._replicas.values():
             replica.reached.clear()
-        replicas = list(self._replicas.values())
-        ready = _passed(loss, [replica for replica in replicas if replica.sends])
+        replicas, named = list(self._replicas.values()), self._replicas.get(module)
+        ready = _passed(loss, [replica for replica in replicas if replica.sends], named)
         for replica in ready:
             loss = replica.get_ready(loss)
         loss.backward(**kwargs)
@@ -97,8 +97,9 @@ class DDPModules:
             if replica in ready:
                 replica.finish()
             # Other ranks' losses may have reached what this one's has not.
-            elif replica.reached or replica is self._replicas.get(module):
+            elif replica.reached or replica is named or replica.waits:
                 replica.average()
+            replica.waits = not replica.synced
 
     def no_sync(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients add up on this rank; the first backward after it averages their sum.
@@ -109,9 +110,10 @@ class DDPModules:
         return self._replicas[module].no_sync()
 
     def teardown(self) -> None:
-        """Remove the hooks from parameters: another strategy would take them for the user's."""
+        """Remove the hooks from parameters, which another strategy would take for the user's, and drop the modules."""
         for replica in self._replicas.values():
             replica.remove_hooks()
+        self._replicas.clear()
 
 
 class _Replica:
@@ -120,6 +122,7 @@ class _Replica:
     Attributes:
         parameters: All that may ever have a gradient.
         reached: Those the backward at hand has come to.
+        waits: Whether the last backward was deferred here, alike on every rank, whatever it has reached.
         mark: What the graph of a forward's outputs is marked with.
     """
 
@@ -128,6 +131,7 @@ class _Replica:
         self.parameters = list(named.values())
         self.trained = {name: p for name, p in named.items() if p.requires_grad}
         self.reached: set[torch.Tensor] = set()
+        self.waits = False
         self.mark = object()
         self._others = [p for p in self.parameters if not p.requires_grad]
         self._may_leave_out = may_leave_out
@@ -233,7 +237,7 @@ class _Replica:
         """Average all, after a backward that the wrapper was not ready for."""
         if self._static and self._graph is None:
             self._graph = frozenset()
-        if self.synced:
+        if self.synced and self.parameters:
             _average(self.parameters)
 
     def remove_hooks(self) -> None:
@@ -256,10 +260,12 @@ class _Replica:
                 _metadata(tensor.grad_fn)[self.mark] = True
 
 
-def _passed(loss: torch.Tensor, replicas: Sequence[_Replica]) -> list[_Replica]:
-    """List those through whose forwards a loss came, or all of whose parameters it reaches in another way.
+def _passed(loss: torch.Tensor, replicas: Sequence[_Replica], named: _Replica | None) -> list[_Replica]:
+    """List those through whose forwards a loss came, and the named one if all ranks' losses reach all of it otherwise.
 
-    The search ends with the last of them: at once where the only module's forward has returned the loss.
+    A loss past forward may reach more on one rank than on another, so ranks agree on it; of other modules than the
+    named one they would not know that there is something to agree on. The search ends with the last forward: at once
+    where the only module's forward has returned the loss.
     """
     missing = {replica.mark: replica for replica in replicas}
     seen: dict[Node | None, None] = {loss.grad_fn: None}
@@ -278,7 +284,18 @@ def _passed(loss: torch.Tensor, replicas: Sequence[_Replica]) -> list[_Replica]:
             if other not in seen:
                 seen[other] = None
                 nodes.append(other)
-    return [each for each in replicas if each.mark not in missing or leaves.issuperset(each.trained.values())]
+    passed = [each for each in replicas if each.mark not in missing]
+    for each in replicas:
+        if each is named and each not in passed and _on_all_ranks(leaves.issuperset(each.trained.values()), each):
+            passed.append(each)
+    return passed
+
+
+def _on_all_ranks(answer: bool, replica: _Replica) -> bool:
+    """Return whether every rank's answer is yes."""
+    answers = torch.tensor(answer, dtype=torch.int32, device=replica.parameters[0].device)
+    dist.all_reduce(answers, op=dist.ReduceOp.MIN)
+    return bool(answers)
 
 
 def _metadata(node: Node) -> dict[object, Any]:

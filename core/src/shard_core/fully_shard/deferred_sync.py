@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -103,11 +103,33 @@ class DeferredGradients:
                     parameter.grad = torch.zeros_like(parameter)
                 self._shown[name] = _Shown(parameter.grad, _changes(parameter.grad), zeros)
 
-    def show_again(self) -> None:
-        """Show what a backward has left waiting, since its loss came through other modules."""
+    def show_again(self) -> bool:
+        """Show what a backward has left waiting, since its loss came through other modules.
+
+        Returns:
+            Whether something waited before and does so no longer.
+        """
         hidden, self._hidden = self._hidden, {}
-        if hidden and all(self._is_left(name, shown) for name, shown in hidden.items()):
+        left = all(self._is_left(name, shown) for name, shown in hidden.items())
+        if hidden and left:
             self.show()
+        return not left
+
+    def check_sent(self, parameters: Collection[torch.Tensor]) -> None:
+        """Check that no gradients wait that a step is to be taken with.
+
+        Args:
+            parameters: What is to be stepped.
+
+        Raises:
+            SetupError: If one of their gradients waits.
+        """
+        waiting = [name for name in self._shown if self._parameters[name] in parameters]
+        if waiting:
+            raise SetupError(
+                f"the gradient of {waiting[0]!r} has waited on its rank since a backward inside no_backward_sync(), "
+                "and the last backward outside did not come through its module; run one that does before a step."
+            )
 
     def _is_left(self, name: str, shown: _Shown) -> bool:
         gradient = self._parameters[name].grad

@@ -191,13 +191,27 @@ class FullySharder:
         for each in self._gradients.values():  # the loss may have come through several modules
             each.hide()
         yield
+        came_through = {module}
         for sharded, gradients in self._gradients.items():
             if sharded in self._deferring:
                 gradients.show()
-            else:
-                gradients.show_again()
-        if module in self._syncs:
-            self._syncs[module].check_sent()
+            elif gradients.show_again():
+                came_through.add(sharded)
+        for sharded in came_through.intersection(self._syncs):
+            self._syncs[sharded].check_sent()
+
+    def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that no gradient still waits of what an optimizer steps, the last backward having come past it.
+
+        Args:
+            optimizer: One over shards.
+
+        Raises:
+            SetupError: If one does.
+        """
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for gradients in self._gradients.values():
+            gradients.check_sent(held)
 
     def reshard(self) -> None:
         """Free unsharded parameters of all modules, whose shards are about to be read or changed."""

@@ -64,8 +64,9 @@ class DDPStrategy(TorchEngine, Strategy):
         return self._ddp.no_sync(module)
 
     def engine_teardown(self) -> None:
-        """Remove the hooks from parameters."""
+        """Remove the hooks from parameters, and drop what holds the modules: it cannot travel to other ranks."""
         self._ddp.teardown()
+        del self._ddp
 
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int

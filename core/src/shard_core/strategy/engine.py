@@ -188,9 +188,13 @@ class Engine(abc.ABC):
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backwards keep gradients on this rank; the next one outside averages their sum.
 
-        Called only where ``engine_defers_sync``; entering and leaving send nothing. An engine that has nothing to send
-        leaves this out. One whose deferred gradients stand elsewhere than in ``.grad`` refuses, in the next backward
-        and by name, that they were zeroed, thrown away or changed in the meantime: nothing of that would reach them.
+        A loss may come through several modules, and that next one through others: gradients that wait in this module
+        are averaged all the same, or ``engine_step`` refuses an optimizer over them as long as they wait.
+
+        Called only where ``engine_defers_sync``, and not again inside; entering and leaving send nothing. An engine
+        that has nothing to send leaves this out. One whose deferred gradients stand elsewhere than in ``.grad``
+        refuses, in the next backward and by name, that they were zeroed, thrown away or changed in the meantime:
+        nothing of that would reach them.
 
         Args:
             module: What ``engine_setup`` returned.

@@ -40,7 +40,8 @@ class SetUpModule:
         frozen: Those of them that must stay so, by name.
         dims_changed: Whether setup has left parameters with other numbers of dims.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
-        last_inside: Whether the last backward stood inside, so that no step may follow, whatever the engine deferred.
+        last_inside: Whether the last backward, of whichever module, stood inside, so that no step may follow, whatever
+            the engine deferred.
     """
 
     module: nn.Module
@@ -166,6 +167,14 @@ class Registry:
             f"this {type(optimizer).__name__} holds parameters of no module that was set up; "
             "call setup_module() for the module first."
         )
+
+    def note_backward(self) -> None:
+        """Record of every module whether a backward stands inside ``no_backward_sync`` of it.
+
+        Which modules a loss came through need not be the same on every rank; which contexts are entered is.
+        """
+        for known in self._modules:
+            known.last_inside = known.inside_no_sync
 
     def clear(self) -> None:
         """Remove all modules, and all hooks from them, and let their parts run as they did."""

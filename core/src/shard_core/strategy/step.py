@@ -42,7 +42,8 @@ class StrategyStep(StrategySetup):
         Forward and backward both belong inside. Gradients are the same with and without it, under every strategy; one
         that sends them in every backward all the same logs so, once. No step follows a backward inside. Until the next
         backward, gradients are not to be zeroed, thrown away or changed: strategies where that would not reach them
-        refuse to go on.
+        refuse to go on. A loss may come through several modules, whichever ``backward`` names: each waits for a
+        backward outside of its own context.
 
         Args:
             module: What setup returned.
@@ -101,7 +102,7 @@ class StrategyStep(StrategySetup):
         for parameters, accumulation in known.accumulations():
             accumulation.reset_if_discarded(parameters)
             accumulation.add(denominator, factor)
-        known.last_inside = known.inside_no_sync
+        self._registry.note_backward()
         self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
         for parameters, accumulation in known.accumulations():
             accumulation.note_gradients(parameters)
@@ -217,12 +218,13 @@ class StrategyStep(StrategySetup):
 
     @contextlib.contextmanager
     def _inside_no_sync(self, known: SetUpModule, defers: bool) -> Iterator[None]:
-        known.inside_no_sync = True
+        before, known.inside_no_sync = known.inside_no_sync, True
         try:
-            with self.engine_no_sync(known.callable) if defers else contextlib.nullcontext():
+            # Engines are spared contexts in one another, of which the inner one would end what the outer one began.
+            with self.engine_no_sync(known.callable) if defers and not before else contextlib.nullcontext():
                 yield
         finally:
-            known.inside_no_sync = False
+            known.inside_no_sync = before
 
     def _log_sync(self) -> None:
         """Log, once and on rank 0, that no traffic is saved."""

@@ -155,8 +155,11 @@ class DeepSpeedStrategy(Strategy):
             ) from error
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Return the gradients of this rank's partitions."""
-        return [gradient for zero in self._stepped_by(optimizer) for gradient in zero.gradients(optimizer)]
+        """Return the gradients of this rank's partitions; none may wait for a later micro-batch."""
+        modules = self._stepped_by(optimizer)
+        for zero in modules:
+            zero.check_averaged(optimizer)
+        return [gradient for zero in modules for gradient in zero.gradients(optimizer)]
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step this rank's parts and bring them to all ranks."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import ParameterNames, Precision, TrainingState
+    from shard_core.backend import LocalGradient, ParameterNames, Precision, TrainingState
 
 
 class FSDPStrategy(TorchEngine, Strategy):
@@ -114,9 +114,16 @@ class FSDPStrategy(TorchEngine, Strategy):
         with self._sharding.backward(module):
             super().engine_backward(loss, module, **kwargs)
 
+    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
+        """Return this rank's parts of ``.grad``; none may wait for a later micro-batch."""
+        self._sharding.check_sent(optimizer)
+        return super().engine_gradients(optimizer)
+
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer; no unit goes on with what it gathered before."""
         self._sharding.reshard()
+        if closure is None:
+            self._sharding.check_sent(optimizer)
         super().engine_step(optimizer, closure, **kwargs)
 
     def engine_worth_trying(

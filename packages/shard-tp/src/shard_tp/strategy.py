@@ -104,9 +104,16 @@ class TPStrategy(TorchEngine, Strategy):
         with self._sharding.backward(module):
             super().engine_backward(loss, module, **kwargs)
 
+    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
+        """Return this rank's parts of ``.grad``; none may wait for a later micro-batch."""
+        self._sharding.check_sent(optimizer)
+        return super().engine_gradients(optimizer)
+
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer; the first time, see that what is whole in a group has one gradient there."""
         self._sharding.reshard()
+        if closure is None:
+            self._sharding.check_sent(optimizer)
         if closure is None and optimizer not in self._trusted and self._tensor_mesh.size() > 1:
             self._consistency.check_gradients(self._named_gradients(optimizer))
             self._trusted.add(optimizer)

@@ -109,6 +109,8 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Return this rank's ranges of the gradients; their padding is zero."""
+        for hooks in self._hooks():
+            hooks.check_sent(optimizer)
         return [
             LocalGradient(parameter.grad, (dist.group.WORLD,))
             for group in optimizer.param_groups
@@ -121,6 +123,8 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         import torch_xla
 
         check_stale_parameters(self.info.name, optimizer, self._sharded)
+        for hooks in self._hooks() if closure is None else ():
+            hooks.check_sent(optimizer)
         with stepping_lists(optimizer):
             optimizer.step(closure, **kwargs)
         torch_xla.sync()

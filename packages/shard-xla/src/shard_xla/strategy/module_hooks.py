@@ -75,6 +75,24 @@ class FullParameterHooks:
                 "the last one, which sends them; leave no_backward_sync() out."
             )
 
+    def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that no gradient is still kept on this rank of what an optimizer steps.
+
+        Args:
+            optimizer: One over shards.
+
+        Raises:
+            SetupError: If the last backward outside of what keeps them came past this module.
+        """
+        held = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
+        kept = [each.name for each in self._parameters if each.full.grad is not None and id(each.shard) in held]
+        if kept:
+            raise SetupError(
+                f"the gradient of parameter {kept[0]!r} has waited on its rank since a backward inside "
+                "no_backward_sync(), and the last backward outside did not come through its module; run one that does "
+                "before a step."
+            )
+
     def check_values(self) -> None:
         """Check that shards hold everything that is worth keeping.
 
