@@ -196,6 +196,8 @@ class FullySharder:
                 gradients.show()
             else:
                 gradients.show_again()
+        for replicas in self._replicas.values():
+            replicas.end_backward()
         if module in self._syncs:
             self._syncs[module].check_sent()
 
