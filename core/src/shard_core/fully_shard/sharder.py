@@ -144,7 +144,7 @@ class FullySharder:
             self._refuse_unset(module)
         self._replicas[module] = AveragedGradients(_unsharded(module, kept))
         if self._deferred == "all_reduce":
-            self._syncs[module] = DeferredSync(units)
+            self._syncs[module] = DeferredSync(module, units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._gradients[module] = DeferredGradients(shards)
         EntryMethods(module, units)
@@ -185,11 +185,13 @@ class FullySharder:
             module: One that was sharded.
 
         Raises:
-            SetupError: If a unit ran in an earlier micro-batch and not in this one, or if deferred gradients were
-                discarded or changed.
+            SetupError: If a unit ran in an earlier micro-batch and not in this one, or another part of it, or if
+                deferred gradients were discarded or changed.
         """
         for each in self._gradients.values():  # the loss may have come through several modules
             each.hide()
+        for sync in self._syncs.values():
+            sync.begin_backward()
         yield
         for sharded, gradients in self._gradients.items():
             if sharded in self._deferring:
@@ -198,8 +200,8 @@ class FullySharder:
                 gradients.show_again()
         for replicas in self._replicas.values():
             replicas.end_backward()
-        if module in self._syncs:
-            self._syncs[module].check_sent()
+        for sharded, sync in self._syncs.items():
+            sync.end_backward(named=sharded is module)
 
     def reshard(self) -> None:
         """Free unsharded parameters of all modules, whose shards are about to be read or changed."""
