@@ -65,7 +65,7 @@ there. Checked on torch 2.13.0. It can go when torch shows it in public.
 
 ``FSDPModule._get_fsdp_state``, and of what it returns ``_fsdp_param_groups`` (``_fsdp_param_group`` in torch 2.9.0) and
 their ``fsdp_params`` with ``_unsharded_param``: the tensors that units compute with, at which graphs end. Checked on
-torch 2.13.0. They can go when torch says which parameter such a tensor stands for.
+torch 2.9.0 and 2.13.0. They can go when torch says which parameter such a tensor stands for.
 """
 
 from __future__ import annotations
