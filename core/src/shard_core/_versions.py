@@ -62,6 +62,10 @@ converts a state dict in public without building the model whole.
 
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
 there. Checked on torch 2.13.0. It can go when torch shows it in public.
+
+``FSDPModule._get_fsdp_state``, and of what it returns ``_fsdp_param_groups`` (``_fsdp_param_group`` in torch 2.9.0) and
+their ``fsdp_params`` with ``_unsharded_param``: the tensors that units compute with, at which graphs end. Checked on
+torch 2.9.0 and 2.13.0. They can go when torch says which parameter such a tensor stands for.
 """
 
 from __future__ import annotations
@@ -108,6 +112,7 @@ __all__ = [
     "loading_values",
     "replaced_trunc_normal",
     "unset_fake_temporarily",
+    "unsharded_parameters",
     "version_of",
     "written_arguments",
 ]
@@ -206,6 +211,17 @@ def is_split_over_ranks(dataset: object) -> bool:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether hooks wait for the gradients of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """List what a unit has computed with so far, each the same tensor in all its forwards; nothing of other modules."""
+    find: Any = getattr(module, "_get_fsdp_state", None)  # importing the class only to ask takes long
+    if find is None:
+        return []
+    state = find()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    parameters = (each for group in groups if group is not None for each in group.fsdp_params)
+    return [each._unsharded_param for each in parameters if hasattr(each, "_unsharded_param")]
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

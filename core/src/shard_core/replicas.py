@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ def send_values(module: nn.Module) -> None:
 class AveragedGradients:
     """Averages the gradients of parameters that are whole on every rank, as backward makes them.
 
+    What is deferred stands in ``.grad`` of one rank, and the micro-batch that ends it may not reach the parameter, or
+    may on other ranks alone. So an engine that defers calls ``end_backward`` after each backward.
+
     Args:
         parameters: Those the engine has not sharded.
 
@@ -35,15 +38,46 @@ class AveragedGradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.deferred = False
-        for parameter in parameters:
-            if parameter.is_floating_point() or parameter.is_complex():
-                trained = parameter.requires_grad
-                parameter.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
-                parameter.register_post_accumulate_grad_hook(self._average)
-                parameter.requires_grad_(trained)
+        self._waiting = False
+        self._parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
+        for parameter in self._parameters:
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
+            parameter.register_post_accumulate_grad_hook(self._average)
+            parameter.requires_grad_(trained)
+
+    def end_backward(self) -> None:
+        """Average what earlier backwards have deferred, unless this one is deferred, too; every rank calls this."""
+        if self.deferred:
+            self._waiting = bool(self._parameters)
+        elif self._waiting:
+            self._waiting = False
+            average_gradients(self._parameters)
 
     def _average(self, parameter: torch.Tensor) -> None:
         # Averaging what was averaged before changes nothing, so the sum over micro-batches comes out right.
-        if not self.deferred and parameter.grad is not None:
+        if not (self.deferred or self._waiting) and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Average gradients over all ranks, any of which may lack some; those that no rank has stay None.
+
+    What was averaged before stays as it is, so that sums over backwards come out right.
+
+    Args:
+        parameters: The same on every rank, at least one.
+    """
+    reached = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    reached = reached.to(parameters[0].device)
+    dist.all_reduce(reached, op=dist.ReduceOp.MAX)
+    messages = []
+    for parameter, anywhere in zip(parameters, reached.tolist(), strict=True):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            messages.append(dist.all_reduce(parameter.grad.div_(dist.get_world_size()), async_op=True))
+    for message in messages:
+        message.wait()

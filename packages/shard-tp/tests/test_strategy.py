@@ -289,3 +289,48 @@ def test_whole_tensors_are_loaded_by_hand(worlds: Any, size: int) -> None:
     for loss, weights in worlds(size).run(load_by_hand, plain.state_dict()):
         assert loss == pytest.approx(plain(ONES).item(), rel=1e-6)
         assert all(torch.equal(weights[name], tensor) for name, tensor in plain.named_parameters())
+
+
+class Gated(nn.Module):
+    """Uses one of its layers, and its factor, only where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, gated: bool) -> torch.Tensor:
+        x = self.down(torch.tanh(self.up(x)))
+        return (x * self.scale if gated else x).square().mean()
+
+
+def gated(sizes: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Take a step of two micro-batches, the first of which is deferred and alone reaches the factor."""
+    with get_strategy("tp", plan=PAIR, **sizes) as strategy:
+        strategy.seed_everything(0)
+        model = Gated()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        mine = ONES * (1 + strategy.distributed_sampler_kwargs["rank"])
+        with strategy.no_backward_sync(model):
+            strategy.backward(model(mine, True), model)
+        strategy.backward(model(mine, False), model)
+        norm = strategy.clip_gradients_norm(model, optimizer, 1.0).item()
+        strategy.optimizer_step(optimizer)
+        return norm, {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2)])
+def test_what_is_whole_everywhere_is_averaged_though_a_deferred_micro_batch_alone_reached_it(
+    worlds: Any, data: int, tensor: int
+) -> None:
+    torch.manual_seed(0)
+    model = Gated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rank in range(data):
+        ((model(ONES * (1 + rank), True) + model(ONES * (1 + rank), False)) / data).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    optimizer.step()
+    sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor}
+    for found, weights in worlds(data * tensor).run(gated, sizes):
+        assert found == pytest.approx(norm, rel=1e-5)
+        for name, expected in model.state_dict().items():
+            torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6)

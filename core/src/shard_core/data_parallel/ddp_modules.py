@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shard_core.data.transfer import move
 from shard_core.errors import SetupError
 from shard_core.parameters import plain_name
-from shard_core.replicas import send_values
+from shard_core.replicas import average_gradients, send_values
 from shard_core.structures import is_nested
 
 if TYPE_CHECKING:
@@ -231,14 +231,14 @@ class _Replica:
             # Gradients of earlier backwards are waited for too: these add nothing to them.
             torch.autograd.backward(list(unreached.values()), [torch.zeros_like(p) for p in unreached.values()])
         if any(each.requires_grad or each.grad is not None for each in self._others):
-            _average(self._others)
+            average_gradients(self._others)
 
     def average(self) -> None:
         """Average all, after a backward that the wrapper was not ready for."""
         if self._static and self._graph is None:
             self._graph = frozenset()
         if self.synced and self.parameters:
-            _average(self.parameters)
+            average_gradients(self.parameters)
 
     def remove_hooks(self) -> None:
         """Remove the hooks from parameters."""
@@ -343,22 +343,6 @@ def _no_buffers() -> dict[str, bool]:
     """
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if newer else "broadcast_buffers": False}
-
-
-@torch.no_grad()
-def _average(parameters: Sequence[nn.Parameter]) -> None:
-    """Average gradients over ranks; what was averaged before stays, so sums over backwards come out right."""
-    reached = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    reached = reached.to(parameters[0].device)
-    dist.all_reduce(reached, op=dist.ReduceOp.MAX)
-    messages = []
-    for parameter, anywhere in zip(parameters, reached.tolist(), strict=True):
-        if anywhere:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            messages.append(dist.all_reduce(parameter.grad.div_(dist.get_world_size()), async_op=True))
-    for message in messages:
-        message.wait()
 
 
 def _send_buffers(module: nn.Module, args: Any) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_core._versions import version_of
+from shard_core._versions import unsharded_parameters, version_of
 from shard_core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -17,52 +17,83 @@ if TYPE_CHECKING:
 
 
 class DeferredSync:
-    """Notices units with deferred gradients that do not run in the micro-batch that reduces them.
+    """Notices deferred gradients that the micro-batch which reduces them would lose or mix up.
 
     Torch sends what a unit has deferred when its next backward sends something; a unit that is left out there sends
-    nothing, and its gradient would be lost without a word.
+    nothing, and its gradient would be lost without a word. Until then it adds gradients up as one row, of those
+    parameters that a micro-batch has reached, so others in their place would be added to them.
 
     Args:
-        units: The units of a module, without the root's.
+        module: A module that was sharded.
+        units: Its units, without the root's.
 
     Attributes:
         deferred: Whether the reduction of gradients is deferred just now.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.deferred = False
-        self._pending: set[str] = set()
-        self._ran_outside: set[str] = set()
-        for unit in units:
-            for module in unit.modules:
-                module.register_forward_pre_hook(self._note(unit.names[0]))
+        self._groups = [_Group(repr(unit.names[0]), unit.modules[0]) for unit in units]
+        self._groups.append(_Group("the root unit", module))
 
-    def check_sent(self) -> None:
-        """Check, after a backward, that no deferred gradient was left out.
+    def begin_backward(self) -> None:
+        """Begin to note what a backward reaches."""
+        for group in self._groups:
+            group.watch()
+
+    def end_backward(self, *, named: bool) -> None:
+        """Check, after a backward, that no deferred gradient was left out or added to another.
+
+        Args:
+            named: Whether the backward was the module's own.
 
         Raises:
-            SetupError: If a unit ran while gradients were deferred, and not since.
+            SetupError: If it was.
         """
-        ran_outside, self._ran_outside = self._ran_outside, set()
-        if self.deferred:
-            self._pending |= ran_outside  # the forward may stand outside of what defers its backward
-        elif self._pending:
-            name = min(self._pending)
-            self._pending.clear()
-            raise SetupError(
-                f"{name!r} ran in a micro-batch whose gradients were deferred, but not in the last one, which sends "
-                "them; pass defer_sync='all', or leave no_backward_sync out."
+        refusals = [refusal for group in self._groups if (refusal := group.refusal(self.deferred, named)) is not None]
+        if refusals:
+            for group in self._groups:
+                group.pending.clear()
+            raise SetupError(f"{refusals[0]}; pass defer_sync='all', or leave no_backward_sync out.")
+
+
+class _Group:
+    """The parameters of one unit, which torch sends as one message.
+
+    Attributes:
+        pending: Those whose gradients are deferred.
+    """
+
+    def __init__(self, name: str, unit: nn.Module) -> None:
+        self.pending: set[torch.Tensor] = set()
+        self._name = name
+        self._unit = unit
+        self._watched: set[torch.Tensor] = set()
+        self._reached: set[torch.Tensor] = set()
+
+    def watch(self) -> None:
+        """Begin to note which parameters get gradients; torch makes what computes when it is first gathered."""
+        self._reached.clear()
+        for parameter in unsharded_parameters(self._unit):
+            if parameter not in self._watched and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._reached.add)
+                self._watched.add(parameter)
+
+    def refusal(self, deferred: bool, named: bool) -> str | None:
+        """Return why a backward has gone wrong, if it has, and note what it has deferred or sent."""
+        if self.pending and self._reached and self._reached != self.pending:
+            return (
+                f"micro-batches of one step reached different parameters of {self._name}, and between copies torch "
+                "adds up deferred gradients by their places"
             )
-
-    def _note(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def note(module: nn.Module, args: Any) -> None:
-            del module, args
-            if torch.is_grad_enabled():
-                (self._pending.add if self.deferred else self._pending.discard)(name)
-                if not self.deferred:
-                    self._ran_outside.add(name)
-
-        return note
+        if self.pending and named and not deferred and not self._reached:
+            return (
+                f"{self._name} ran in a micro-batch whose gradients were deferred, but not in the last one, which "
+                "sends them"
+            )
+        if self._reached:
+            self.pending = set(self._reached) if deferred else set()
+        return None
 
 
 class _Shown(NamedTuple):

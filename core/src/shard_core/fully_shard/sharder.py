@@ -144,7 +144,7 @@ class FullySharder:
             self._refuse_unset(module)
         self._replicas[module] = AveragedGradients(_unsharded(module, kept))
         if self._deferred == "all_reduce":
-            self._syncs[module] = DeferredSync(units)
+            self._syncs[module] = DeferredSync(module, units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._gradients[module] = DeferredGradients(shards)
         EntryMethods(module, units)
@@ -185,11 +185,13 @@ class FullySharder:
             module: One that was sharded.
 
         Raises:
-            SetupError: If a unit ran in an earlier micro-batch and not in this one, or if deferred gradients were
-                discarded or changed.
+            SetupError: If a unit ran in an earlier micro-batch and not in this one, or another part of it, or if
+                deferred gradients were discarded or changed.
         """
         for each in self._gradients.values():  # the loss may have come through several modules
             each.hide()
+        for sync in self._syncs.values():
+            sync.begin_backward()
         yield
         came_through = {module}
         for sharded, gradients in self._gradients.items():
@@ -197,8 +199,10 @@ class FullySharder:
                 gradients.show()
             elif gradients.show_again():
                 came_through.add(sharded)
-        for sharded in came_through.intersection(self._syncs):
-            self._syncs[sharded].check_sent()
+        for replicas in self._replicas.values():
+            replicas.end_backward()
+        for sharded, sync in self._syncs.items():
+            sync.end_backward(named=sharded in came_through)
 
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient still waits of what an optimizer steps, the last backward having come past it.

@@ -32,6 +32,11 @@ class Accumulation:
         self._final = False
         self._finite = True
 
+    @property
+    def has_denominator(self) -> bool:
+        """Whether earlier backwards of this step have denominators."""
+        return self._denominator is not None
+
     def add(self, denominator: float | torch.Tensor | None, loss_scale: float) -> None:
         """Record one backward.
 

@@ -116,6 +116,10 @@ class Registry:
         """Count the modules."""
         return len(self._modules)
 
+    def __iter__(self) -> Iterator[SetUpModule]:
+        """Iterate over the modules in the order of their setup."""
+        return iter(self._modules)
+
     def add(self, module: SetUpModule) -> None:
         """Add a module."""
         self._modules.append(module)

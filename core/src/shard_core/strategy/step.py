@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from shard_core.capability import Capability
 from shard_core.errors import InvalidOption, NonFiniteGradient
 from shard_core.gradients import clip_norm, clip_values, total_norm
 from shard_core.options import check_names
+from shard_core.strategy.loss_graph import reached_by
 from shard_core.strategy.setup import StrategySetup
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ class StrategyStep(StrategySetup):
 
         Nothing is divided by the number of micro-batches: divide the loss, as everywhere. With a
         denominator the loss is a sum, and the gradients become those of
-        ``sum of losses / sum of denominators`` over all ranks and all calls since the last step.
+        ``sum of losses / sum of denominators`` over all ranks and all calls since the last step: those of every module
+        that the loss reaches, if it runs through several.
 
         A tensor that is no scalar, such as what one stage of a pipeline handed to the next, takes the
         ``gradient`` that the next one has by it, as ``Tensor.backward`` does: that is a backward of
@@ -78,7 +81,7 @@ class StrategyStep(StrategySetup):
         Args:
             loss: A scalar; the mean over this rank's samples, or their sum with a denominator. Or any
                 tensor, with its ``gradient``.
-            module: What setup returned.
+            module: What setup returned; one of them, if the loss runs through several.
             denominator: What the loss sums over on this rank, e.g. a number of tokens.
             kwargs: Passed to ``Tensor.backward``: ``gradient``, of the tensor's shape, and ``retain_graph``.
 
@@ -99,12 +102,13 @@ class StrategyStep(StrategySetup):
                 )
         scaler = self.precision.scaler
         factor = scaler.begin_backward() if scaler else 1.0
-        for parameters, accumulation in known.accumulations():
+        reached = [known, *self._also_reached(loss, known, denominator)]
+        for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
             accumulation.reset_if_discarded(parameters)
             accumulation.add(denominator, factor)
         self._registry.note_backward()
         self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
-        for parameters, accumulation in known.accumulations():
+        for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
             accumulation.note_gradients(parameters)
 
     def clip_gradients_norm(
@@ -215,6 +219,22 @@ class StrategyStep(StrategySetup):
         check_names(
             f"backward of strategy {self.info.name!r}", asked, type(self).engine_backward_keywords, _ONLY_SOME_ENGINES
         )
+
+    def _also_reached(
+        self, loss: torch.Tensor, named: SetUpModule, denominator: float | torch.Tensor | None
+    ) -> list[SetUpModule]:
+        """List the other modules that a loss gives gradients on any rank, where those still need something."""
+        others = [each for each in self._registry if each is not named]
+        pending = (accumulation for each in others for _, accumulation in each.accumulations())
+        if not others or (
+            denominator is None
+            and self.precision.scaler is None
+            and not any(accumulation.has_denominator for accumulation in pending)
+        ):
+            return []
+        mine = torch.tensor(reached_by(loss, [each.module for each in others]), dtype=torch.int32)
+        anywhere = self.collectives.all_reduce(mine, reduce_op="max").tolist()
+        return [each for each, reached in zip(others, anywhere, strict=True) if reached]
 
     @contextlib.contextmanager
     def _inside_no_sync(self, known: SetUpModule, defers: bool) -> Iterator[None]:

@@ -1,0 +1,59 @@
+"""Which modules a loss reaches: where several are set up, it may be more than the one that its backward names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from shard_core._versions import unsharded_parameters
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.autograd.graph import Node
+
+
+def reached_by(loss: torch.Tensor, modules: Sequence[nn.Module]) -> list[bool]:
+    """Return of each module whether a backward of a loss would give a gradient to any of its parameters.
+
+    The search ends once all are found. What a custom ``autograd.Function`` hides, such as activation checkpointing with
+    ``use_reentrant=True``, it does not see; a module is found by any other of its parameters.
+
+    Args:
+        loss: Any tensor with a graph.
+        modules: The modules.
+
+    Returns:
+        As many answers, for this rank's loss.
+    """
+    owners: dict[torch.Tensor, list[int]] = {}
+    for number, module in enumerate(modules):
+        for leaf in _leaves(module):
+            owners.setdefault(leaf, []).append(number)
+    missing = set(range(len(modules)))
+    seen: dict[Node | None, None] = {loss.grad_fn: None}
+    nodes = list(seen)
+    for node in nodes:  # grows while it is gone through
+        if node is None or not missing:
+            continue
+        end = getattr(node, "variable", None)  # functions of users' own may have one, too
+        if isinstance(end, torch.Tensor):
+            missing.difference_update(owners.get(end, ()))
+        for other, _ in node.next_functions:
+            if other not in seen:
+                seen[other] = None
+                nodes.append(other)
+    return [number not in missing for number in range(len(modules))]
+
+
+def _leaves(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors at which graphs end that reach a module's parameters."""
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            yield parameter
+            # What computes may stand before what optimizers step, under the same name.
+            full = vars(part).get(name)
+            if isinstance(full, torch.Tensor):
+                yield full
+        yield from unsharded_parameters(part)

@@ -1,0 +1,121 @@
+"""What is whole on every rank is averaged though deferred micro-batches alone, or one rank's, have reached it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import get_strategy
+from shard_core.testing import oracle
+
+
+class Gated(nn.Module):
+    """Uses one of its layers only where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, gated: bool) -> torch.Tensor:
+        x = self.body(x)
+        return (self.head(x) * self.scale if gated else x).square().mean()
+
+
+#: In which of a step's three micro-batches, the last of which is sent, which rank uses the layer.
+WHERE: dict[str, Callable[[int, int], bool]] = {
+    "in a deferred one": lambda micro, rank: micro == 0,
+    "on one rank": lambda micro, rank: micro == 0 and rank == 1,
+    "elsewhere in the last": lambda micro, rank: micro == (0 if rank else 2),
+    "in the last": lambda micro, rank: micro == 2,
+    "never": lambda micro, rank: False,
+}
+#: How many ranks, which strategy, and where: what is sharded must be used on all ranks alike.
+RUNS: dict[str, tuple[int, str, dict[str, Any], list[str]]] = {
+    "fsdp": (2, "fsdp", {}, ["in a deferred one", "in the last", "never"]),
+    "fsdp, head whole": (3, "fsdp", {"ignored_modules": ["head"], "unit_bytes": 1}, list(WHERE)),
+    "hsdp, head whole": (3, "hsdp", {"device_mesh": (3, 1), "ignored_states": ["head.*"]}, list(WHERE)),
+    "offloaded": (2, "fsdp_cpu_offload", {"ignored_modules": ["head"]}, list(WHERE)),
+}
+STEPS, MICROS = 2, 3
+
+
+def batch(step: int, micro: int, rank: int) -> torch.Tensor:
+    return torch.linspace(-1, 1 + step + micro, 8).view(2, 4) * (1 + rank)
+
+
+def trained(name: str, options: dict[str, Any], places: list[str]) -> list[Any]:
+    """Return for each place the losses and norms of all steps, and the weights at the end."""
+    return [trained_once(name, options, where) for where in places]
+
+
+def trained_once(name: str, options: dict[str, Any], where: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with get_strategy(name, **options) as strategy:
+        torch.manual_seed(0)
+        model = Gated()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        numbers = []
+        for step in range(STEPS):
+            for micro in range(MICROS):
+                with strategy.no_backward_sync(model, enabled=micro < MICROS - 1):
+                    gated = WHERE[where](micro, strategy.global_rank)
+                    loss = model(batch(step, micro, strategy.global_rank), gated)
+                    strategy.backward(loss, model)
+                numbers.append(strategy.all_reduce(loss.detach()).item())
+            numbers.append(strategy.clip_gradients_norm(model, optimizer, 1.0).item())
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return numbers, {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+def plain(ranks: int, where: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train the same in one process."""
+    torch.manual_seed(0)
+    model = Gated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers = []
+    for step in range(STEPS):
+        for micro in range(MICROS):
+            loss = sum(model(batch(step, micro, rank), WHERE[where](micro, rank)) for rank in range(ranks)) / ranks
+            loss.backward()
+            numbers.append(loss.item())
+        numbers.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers, model.state_dict()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_what_only_deferred_micro_batches_reach_is_averaged(worlds: Any, run: str) -> None:
+    ranks, name, options, places = RUNS[run]
+    truth = [plain(ranks, where) for where in places]
+    for found in worlds(ranks).run(trained, name, options, places):
+        for where, (mine, weights), (numbers, expected) in zip(places, found, truth, strict=True):
+            assert mine == pytest.approx(numbers, rel=1e-5), where
+            oracle.assert_same_weights(weights, expected, 1e-5, elementwise=True)
+
+
+def several_modules() -> tuple[float, float | None]:
+    """Go backward through another module in between; return a gradient that was deferred, and one never reached."""
+    with get_strategy("fsdp") as strategy:
+        torch.manual_seed(0)
+        model, other = strategy.setup_module(Gated()), strategy.setup_module(Gated())
+        with strategy.no_backward_sync(model):
+            strategy.backward(model(batch(0, 0, strategy.global_rank), True), model)
+        strategy.backward(other(batch(0, 1, strategy.global_rank), False), other)
+        strategy.backward(model(batch(0, 2, strategy.global_rank), False), model)
+        assert model.scale.grad is not None
+        return model.scale.grad.item(), other.scale.grad
+
+
+def test_another_module_in_between_changes_nothing(worlds: Any) -> None:
+    torch.manual_seed(0)
+    model = Gated()
+    for rank in range(2):
+        (model(batch(0, 0, rank), True) / 2).backward()
+    assert model.scale.grad is not None
+    assert worlds(2).run(several_modules) == [(pytest.approx(model.scale.grad.item(), rel=1e-5), None)] * 2
