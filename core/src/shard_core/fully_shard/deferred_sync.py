@@ -125,6 +125,11 @@ class DeferredGradients:
         self._shown: dict[str, _Shown] = {}
         self._hidden: dict[str, _Shown] = {}
 
+    @property
+    def wait(self) -> bool:
+        """Whether some wait just now."""
+        return bool(self._shown)
+
     def show(self) -> None:
         """Record what ``.grad`` is after a backward has deferred gradients, zeros where it would be nothing."""
         for name, parameter in self._parameters.items():

@@ -213,8 +213,9 @@ class FullySharder:
         Raises:
             SetupError: If one does.
         """
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for gradients in self._gradients.values():
+        waiting = [gradients for gradients in self._gradients.values() if gradients.wait]
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]} if waiting else set()
+        for gradients in waiting:
             gradients.check_sent(held)
 
     def reshard(self) -> None:
