@@ -24,39 +24,36 @@ def send_values(module: nn.Module) -> None:
 
 
 class AveragedGradients:
-    """Averages the gradients of parameters that are whole on every rank, as backward makes them.
+    """Averages the gradients of parameters that are whole on every rank.
 
-    What is deferred stands in ``.grad`` of one rank, and the micro-batch that ends it may not reach the parameter, or
-    may on other ranks alone. So an engine that defers calls ``end_backward`` after each backward.
+    Each is sent as backward makes it, so the losses of all ranks have to reach the same parameters. Where they need
+    not, or where an engine defers, it calls ``end_backward`` after each backward, and all are sent then.
 
     Args:
         parameters: Those the engine has not sharded.
+        at_end: Whether the engine calls ``end_backward``.
 
     Attributes:
         deferred: While True, gradients add up on this rank; the next backward averages their sum.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, at_end: bool = False) -> None:
         self.deferred = False
-        self._waiting = False
         self._parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
-        for parameter in self._parameters:
+        for parameter in () if at_end else self._parameters:
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
             parameter.register_post_accumulate_grad_hook(self._average)
             parameter.requires_grad_(trained)
 
     def end_backward(self) -> None:
-        """Average what earlier backwards have deferred, unless this one is deferred, too; every rank calls this."""
-        if self.deferred:
-            self._waiting = bool(self._parameters)
-        elif self._waiting:
-            self._waiting = False
+        """Average what this backward and deferred ones have left, unless it is deferred, too; every rank calls this."""
+        if self._parameters and not self.deferred:
             average_gradients(self._parameters)
 
     def _average(self, parameter: torch.Tensor) -> None:
         # Averaging what was averaged before changes nothing, so the sum over micro-batches comes out right.
-        if not (self.deferred or self._waiting) and parameter.grad is not None:
+        if not self.deferred and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 

@@ -142,7 +142,7 @@ class FullySharder:
         values.fill(parameters=not self._leaves_parameters)
         if self._leaves_parameters:
             self._refuse_unset(module)
-        self._replicas[module] = AveragedGradients(_unsharded(module, kept))
+        self._replicas[module] = AveragedGradients(_unsharded(module, kept), at_end=True)
         if self._deferred == "all_reduce":
             self._syncs[module] = DeferredSync(module, units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}

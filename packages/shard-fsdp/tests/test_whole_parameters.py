@@ -1,4 +1,4 @@
-"""What is whole on every rank is averaged though deferred micro-batches alone, or one rank's, have reached it."""
+"""What is whole on every rank is averaged, though deferred micro-batches alone or one rank's have reached it."""
 
 from __future__ import annotations
 
@@ -119,3 +119,33 @@ def test_another_module_in_between_changes_nothing(worlds: Any) -> None:
         (model(batch(0, 0, rank), True) / 2).backward()
     assert model.scale.grad is not None
     assert worlds(2).run(several_modules) == [(pytest.approx(model.scale.grad.item(), rel=1e-5), None)] * 2
+
+
+class TwoScales(nn.Module):
+    """Has two parameters without dims, of which a loss reaches one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.scales = nn.ParameterList([nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0))])
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return (self.body(x) * self.scales[which]).square().mean()
+
+
+def each_its_own() -> dict[str, torch.Tensor]:
+    """Return the gradients where each rank reaches a scale of its own."""
+    with get_strategy("fsdp") as strategy:
+        torch.manual_seed(0)
+        model = strategy.setup_module(TwoScales())
+        strategy.backward(model(batch(0, 0, strategy.global_rank), strategy.global_rank), model)
+        return strategy.module_gradients(model)
+
+
+def test_ranks_may_reach_different_whole_parameters(worlds: Any) -> None:
+    torch.manual_seed(0)
+    model = TwoScales()
+    for rank in range(2):
+        (model(batch(0, 0, rank), rank) / 2).backward()
+    truth = {name: parameter.grad for name, parameter in model.named_parameters()}
+    oracle.assert_same_weights(worlds(2).run(each_its_own)[0], truth, 1e-5, elementwise=True)
