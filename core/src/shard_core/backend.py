@@ -32,6 +32,7 @@ from shard_core.fully_shard.wrapping import ManualUnits
 from shard_core.gradients import (
     LocalGradient,
     all_finite,
+    check_used_alike,
     clip_norm,
     clip_values,
     local_gradients,
@@ -107,6 +108,7 @@ __all__ = [
     "all_finite",
     "carrying_device",
     "check_module",
+    "check_used_alike",
     "chosen_by",
     "clip_norm",
     "clip_values",

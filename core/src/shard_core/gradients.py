@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from shard_core.errors import SetupError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -155,3 +158,33 @@ def all_finite(gradients: Sequence[LocalGradient]) -> bool:
     """
     filled = [gradient.tensor for gradient in gradients if gradient.tensor.numel()]
     return not filled or bool(torch.nn.utils.get_total_norm(filled, math.inf).isfinite())
+
+
+def check_used_alike(used: Sequence[tuple[str, bool]], collectives: Collectives) -> None:
+    """Check that losses have used the same parameters on every rank; every rank calls this, with one small message.
+
+    It is for engines that send the gradients of several parameters as one. These are added up by their places in it,
+    so where ranks have put other ones of the same sizes there, they are mixed up, and no engine notices.
+
+    Args:
+        used: Each parameter's name, and whether it has a gradient; the same parameters in the same order on every rank.
+        collectives: Of all ranks.
+
+    Raises:
+        SetupError: On every rank, if ranks have used different ones.
+    """
+    if collectives.world_size == 1:
+        return
+    mine = bytes(is_used for _, is_used in used)
+    digest = int.from_bytes(hashlib.blake2b(mine, digest_size=7).digest())
+    most, least = collectives.all_reduce(torch.tensor([digest, -digest]), reduce_op="max").tolist()
+    if most + least == 0:
+        return
+    everyone = collectives.gather_objects(mine)
+    place = next(place for place in range(len(mine)) if len({each[place] for each in everyone}) > 1)
+    ranks = [rank for rank, each in enumerate(everyone) if each[place]]
+    raise SetupError(
+        f"the loss of rank {ranks[0]} has used {used[place][0]!r} and those of other ranks have not; this strategy "
+        "sends gradients of several parameters as one message, where they would be mixed up: let every rank's loss use "
+        "it, were it times zero, or train under 'ddp' with find_unused_parameters=True."
+    )

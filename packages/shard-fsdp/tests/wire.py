@@ -42,5 +42,5 @@ class Wire(TorchDispatchMode):
         elif name == "send":
             self.scatters.append(given[0].dtype)
             self.scattered += given[0].numel()
-        elif name == "allreduce_":
+        elif name == "allreduce_" and given[0].is_floating_point():
             self.reductions.append(given[0].dtype)

@@ -151,6 +151,10 @@ class DeferredGradients:
             self.show()
         return not left
 
+    def there(self) -> list[tuple[str, bool]]:
+        """List the parameters by name, and whether each has a gradient."""
+        return [(name, parameter.grad is not None) for name, parameter in self._parameters.items()]
+
     def check_sent(self, parameters: Collection[torch.Tensor]) -> None:
         """Check that no gradients wait that a step is to be taken with.
 

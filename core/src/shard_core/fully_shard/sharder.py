@@ -17,6 +17,7 @@ from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
+from shard_core.gradients import check_used_alike
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.meta import initialise, needs_values
@@ -185,8 +186,8 @@ class FullySharder:
             module: One that was sharded.
 
         Raises:
-            SetupError: If a unit ran in an earlier micro-batch and not in this one, or another part of it, or if
-                deferred gradients were discarded or changed.
+            SetupError: If a unit ran in an earlier micro-batch and not in this one, or another part of it, if deferred
+                gradients were discarded or changed, or if ranks have used different parameters.
         """
         for each in self._gradients.values():  # the loss may have come through several modules
             each.hide()
@@ -203,6 +204,8 @@ class FullySharder:
             replicas.end_backward()
         for sharded, sync in self._syncs.items():
             sync.end_backward(named=sharded in came_through)
+        sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
+        check_used_alike([pair for gradients in sent for pair in gradients.there()], self._collectives)
 
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient still waits of what an optimizer steps, the last backward having come past it.

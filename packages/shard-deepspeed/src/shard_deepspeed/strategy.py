@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core import InvalidOption, SetupError, Strategy, UnsupportedPrecision
-from shard_core.backend import fast_step, prepare_layers, send_values
+from shard_core.backend import check_used_alike, fast_step, prepare_layers, send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
@@ -137,6 +137,7 @@ class DeepSpeedStrategy(Strategy):
             zero.make_ready()
         with self._translated():
             loss.backward(**kwargs)
+        check_used_alike([pair for zero in self._zero.values() for pair in zero.used()], self.collectives)
         for zero in self._zero.values():
             zero.finish()
 

@@ -108,6 +108,14 @@ class ZeroModule:
             each.hide_gradient()
         self._layout.make_ready(self._trained.values())
 
+    def used(self) -> list[tuple[str, bool]]:
+        """List what is trained by name, and whether this backward has used it, or one before that was deferred.
+
+        Gradients go into messages as backward makes them, those that have waited last, so both count.
+        """
+        trained = [] if self.deferring else self._trained.values()
+        return [pair for each in trained for pair in ((each.name, each.reached), (each.name, each.waits))]
+
     def finish(self) -> None:
         """Average what a backward has left and add it to the parts' gradients, unless that is deferred."""
         if not self.deferring and any(each.reached for each in self._trained.values()):
