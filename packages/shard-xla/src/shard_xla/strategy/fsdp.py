@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 
 from shard_core import Strategy
-from shard_core.backend import LocalGradient, NoInferenceMode, ProcessGroupCollectives, send_values
+from shard_core.backend import (
+    LocalGradient,
+    NoInferenceMode,
+    ProcessGroupCollectives,
+    check_used_alike,
+    send_values,
+)
 from shard_xla.checkpoint import FlatState
 from shard_xla.config import XLAFSDPConfig
 from shard_xla.plugin import FSDP
@@ -105,6 +111,8 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         loss.backward(**kwargs)
         for hooks in self._hooks():
             units.send_gradients(hooks.root)
+        check_used_alike([pair for hooks in self._hooks() for pair in hooks.used()], self.collectives)
+        for hooks in self._hooks():
             hooks.end_backward()
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:

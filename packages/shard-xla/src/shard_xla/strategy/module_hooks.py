@@ -59,6 +59,10 @@ class FullParameterHooks:
         """Make the first gradient that comes prepare a backward."""
         self._prepared = False
 
+    def used(self) -> list[tuple[str, bool]]:
+        """List the parameters by name, and whether each has a gradient that was sent."""
+        return [] if self._deferring else [(each.name, each.shard.grad is not None) for each in self._parameters]
+
     def end_backward(self) -> None:
         """Check that gradients are where the next call looks for them.
 
