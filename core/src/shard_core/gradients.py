@@ -163,6 +163,8 @@ def all_finite(gradients: Sequence[LocalGradient]) -> bool:
 def check_used_alike(used: Sequence[tuple[str, bool]], collectives: Collectives) -> None:
     """Check that losses have used the same parameters on every rank; every rank calls this, with one small message.
 
+    Where nothing is listed, as after a deferred backward, nothing is sent.
+
     It is for engines that send the gradients of several parameters as one. These are added up by their places in it,
     so where ranks have put other ones of the same sizes there, they are mixed up, and no engine notices.
 
@@ -173,7 +175,7 @@ def check_used_alike(used: Sequence[tuple[str, bool]], collectives: Collectives)
     Raises:
         SetupError: On every rank, if ranks have used different ones.
     """
-    if collectives.world_size == 1:
+    if collectives.world_size == 1 or not used:
         return
     mine = bytes(is_used for _, is_used in used)
     digest = int.from_bytes(hashlib.blake2b(mine, digest_size=7).digest())

@@ -204,8 +204,9 @@ class FullySharder:
             replicas.end_backward()
         for sharded, sync in self._syncs.items():
             sync.end_backward(named=sharded in came_through)
-        sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
-        check_used_alike([pair for gradients in sent for pair in gradients.there()], self._collectives)
+        if self._mesh.size() > 1:  # else nothing is sent
+            sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
+            check_used_alike([pair for gradients in sent for pair in gradients.there()], self._collectives)
 
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient still waits of what an optimizer steps, the last backward having come past it.
