@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shard_core.errors import SetupError
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
@@ -158,6 +159,28 @@ def all_finite(gradients: Sequence[LocalGradient]) -> bool:
     """
     filled = [gradient.tensor for gradient in gradients if gradient.tensor.numel()]
     return not filled or bool(torch.nn.utils.get_total_norm(filled, math.inf).isfinite())
+
+
+def graph_nodes(loss: torch.Tensor) -> Iterator[Node]:
+    """Iterate over the nodes of a loss's graph, each once, what is near the loss first.
+
+    Args:
+        loss: Any tensor.
+
+    Example:
+        >>> [node.name() for node in graph_nodes(torch.ones(2, requires_grad=True).exp().sum())]
+        ['SumBackward0', 'ExpBackward0', 'torch::autograd::AccumulateGrad']
+    """
+    seen: dict[Node | None, None] = {loss.grad_fn: None}
+    nodes = list(seen)
+    for node in nodes:  # grows while it is gone through
+        if node is None:
+            continue
+        yield node
+        for other, _ in node.next_functions:
+            if other not in seen:
+                seen[other] = None
+                nodes.append(other)
 
 
 def check_used_alike(used: Sequence[tuple[str, bool]], collectives: Collectives) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shard_core.data.transfer import move
 from shard_core.errors import SetupError
+from shard_core.gradients import graph_nodes
 from shard_core.parameters import plain_name
 from shard_core.replicas import average_gradients, send_values
 from shard_core.structures import is_nested
@@ -268,22 +269,15 @@ def _passed(loss: torch.Tensor, replicas: Sequence[_Replica], named: _Replica | 
     where the only module's forward has returned the loss.
     """
     missing = {replica.mark: replica for replica in replicas}
-    seen: dict[Node | None, None] = {loss.grad_fn: None}
     leaves: set[torch.Tensor] = set()
-    nodes = list(seen)
-    for node in nodes:  # grows while it is gone through, so that what is near comes first
-        if not missing:
-            break
-        if node is None:
-            continue
+    for node in graph_nodes(loss):
         for mark in [mark for mark in missing if mark in _metadata(node)]:
             del missing[mark]
-        if hasattr(node, "variable"):
-            leaves.add(node.variable)
-        for other, _ in node.next_functions:
-            if other not in seen:
-                seen[other] = None
-                nodes.append(other)
+        if not missing:
+            break
+        leaf = getattr(node, "variable", None)  # functions of users' own may have one, too
+        if isinstance(leaf, torch.Tensor):
+            leaves.add(leaf)
     passed = [each for each in replicas if each.mark not in missing]
     for each in replicas:
         if each is named and each not in passed and _on_all_ranks(leaves.issuperset(each.trained.values()), each):

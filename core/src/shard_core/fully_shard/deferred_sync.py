@@ -151,7 +151,7 @@ class DeferredGradients:
             self.show()
         return not left
 
-    def there(self) -> list[tuple[str, bool]]:
+    def used(self) -> list[tuple[str, bool]]:
         """List the parameters by name, and whether each has a gradient."""
         return [(name, parameter.grad is not None) for name, parameter in self._parameters.items()]
 

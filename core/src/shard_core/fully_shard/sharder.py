@@ -206,7 +206,7 @@ class FullySharder:
             sync.end_backward(named=sharded in came_through)
         if self._mesh.size() > 1:  # else nothing is sent
             sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
-            check_used_alike([pair for gradients in sent for pair in gradients.there()], self._collectives)
+            check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
 
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient still waits of what an optimizer steps, the last backward having come past it.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core._versions import unsharded_parameters
+from shard_core.gradients import graph_nodes
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.autograd.graph import Node
 
 
 def reached_by(loss: torch.Tensor, modules: Sequence[nn.Module]) -> list[bool]:
@@ -32,18 +32,12 @@ def reached_by(loss: torch.Tensor, modules: Sequence[nn.Module]) -> list[bool]:
         for leaf in _leaves(module):
             owners.setdefault(leaf, []).append(number)
     missing = set(range(len(modules)))
-    seen: dict[Node | None, None] = {loss.grad_fn: None}
-    nodes = list(seen)
-    for node in nodes:  # grows while it is gone through
-        if node is None or not missing:
-            continue
+    for node in graph_nodes(loss):
+        if not missing:
+            break
         end = getattr(node, "variable", None)  # functions of users' own may have one, too
         if isinstance(end, torch.Tensor):
             missing.difference_update(owners.get(end, ()))
-        for other, _ in node.next_functions:
-            if other not in seen:
-                seen[other] = None
-                nodes.append(other)
     return [number not in missing for number in range(len(modules))]
 
 
