@@ -287,6 +287,8 @@ def run(
     commands = environment(name)
     path = os.pathsep.join((str(commands), str(torch_alone(name) / "bin"), os.environ["PATH"]))
     variables = {"PATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(settings or {})}
+    # Containers often forbid it, and then each of some thousand ranks compiles all our modules again.
+    variables["PYTHONDONTWRITEBYTECODE"] = ""
     session.run(str(commands / command), *arguments, env=variables, external=True, success_codes=success_codes)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 
 import pytest
 from rogues.judge import Trial, judge
@@ -183,11 +184,6 @@ _SCRIPTS = (
 _PORTION = 6
 
 
-def _in_portions(rogues: Sequence[str]) -> list[object]:
-    portions = [rogues[start : start + _PORTION] for start in range(0, len(rogues), _PORTION)]
-    return [pytest.param(rogue, portion, id=rogue) for portion in portions for rogue in portion]
-
-
 def _when(rogue: str) -> tuple[pytest.MarkDecorator, ...]:
     return () if rogue in _ALWAYS else (pytest.mark.long,)
 
@@ -202,15 +198,21 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def long_outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, str]]:
-    """Return what became of every promise under those rogues of one portion that are asked for.
+) -> Callable[[str], dict[str, str]]:
+    """Return a callable that says what became of every promise under a rogue.
 
-    The whole kit against every rogue takes hours: a portion reports when its own session ends, and what breaks
-    the run off loses one portion alone.
+    The whole kit against every rogue takes an hour: those that are asked for are judged in portions, of which each
+    reports when its own session ends, so that what breaks the run off loses one of them alone.
     """
-    asked = {item.callspec.id for item in request.session.items if _asks(item, "long_outcomes")}
-    trials = {name: _long_trial(name) for name in request.param if name in asked}
-    return judge(tmp_path_factory.mktemp("rogues"), trials, _LONG_SECONDS)
+    asked = [item.callspec.params["rogue"] for item in request.session.items if _asks(item, "long_outcomes")]
+
+    @functools.cache
+    def judge_portion(number: int) -> dict[str, dict[str, str]]:
+        names = asked[number * _PORTION : (number + 1) * _PORTION]
+        trials = {name: _long_trial(name) for name in names}
+        return judge(tmp_path_factory.mktemp("rogues"), trials, _LONG_SECONDS)
+
+    return lambda rogue: judge_portion(asked.index(rogue) // _PORTION)[rogue]
 
 
 @pytest.mark.timeout(_SECONDS)
@@ -228,17 +230,17 @@ def test_is_judged_by_what_it_does(rogue: str, outcomes: dict[str, dict[str, str
 
 @pytest.mark.long
 @pytest.mark.timeout(_LONG_SECONDS)
-@pytest.mark.parametrize(("rogue", "long_outcomes"), _in_portions(tuple(ROGUES)), indirect=["long_outcomes"])
-def test_breaks_no_other_promise_of_the_kit(rogue: str, long_outcomes: dict[str, dict[str, str]]) -> None:
-    _assert_found_out(long_outcomes[rogue], ROGUES[rogue].promise)
+@pytest.mark.parametrize("rogue", ROGUES)
+def test_breaks_no_other_promise_of_the_kit(rogue: str, long_outcomes: Callable[[str], dict[str, str]]) -> None:
+    _assert_found_out(long_outcomes(rogue), ROGUES[rogue].promise)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(_LONG_SECONDS)
-@pytest.mark.parametrize("long_outcomes", [pytest.param(("honest",), id="honest")], indirect=True)
-def test_delegating_breaks_no_promise_of_the_kit(long_outcomes: dict[str, dict[str, str]]) -> None:
-    assert not _broken(long_outcomes["honest"])
-    assert set(long_outcomes["honest"]) == set(promises_of(Conformance))
+@pytest.mark.parametrize("rogue", ["honest"])
+def test_delegating_breaks_no_promise_of_the_kit(rogue: str, long_outcomes: Callable[[str], dict[str, str]]) -> None:
+    assert not _broken(long_outcomes(rogue))
+    assert set(long_outcomes(rogue)) == set(promises_of(Conformance))
 
 
 def test_every_rogue_is_judged() -> None:
