@@ -60,6 +60,7 @@ ROGUES = {
     "ignores_denominator": Fault("denominator_gives_the_global_mean", _ADDING),
     "local_denominator": Fault("ragged_batches_weigh_by_their_size", _ADDING),
     "fills_missing_gradients": Fault("unused_parameters_keep_their_values", _BUILDING),
+    "averages_over_users": Fault("ranks_may_use_different_parameters", _BUILDING),
     "local_norm": Fault("norm_is_global_and_alike", _CLIPPING),
     "never_clips": Fault("clips_by_norm", _CLIPPING),
     "always_two_norm": Fault("clips_by_other_norms", _CLIPPING),

@@ -15,6 +15,7 @@ _METADATA: dict[str, dict[str, Any]] = {
     "silent_option": {"options": (*DDP.options, Option(name="speed", type="int", default=1, help=""))},
     # ddp refuses parameters without a gradient unless it is asked to look for them.
     "fills_missing_gradients": {"presets": {"find_unused_parameters": True}},
+    "averages_over_users": {"presets": {"find_unused_parameters": True}},
     "counts_steps_together": {"presets": {"find_unused_parameters": True}},
     "boasts_meta_init": {"capabilities": DDP.capabilities | {Capability.META_INIT}},
     "takes_what_comes": {"capabilities": frozenset(Capability) - {Capability.META_INIT, Capability.CPU_OFFLOAD}},
@@ -55,6 +56,7 @@ FACTORIES = {
     **_at("step", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),
     **_at("step", "ignores_gradient", "averages_forwards_alone", "trains_the_unfrozen_alone"),
     **_at("step", "defers_in_silence", "repeats_itself", "refuses_to_defer", "steps_inside"),
+    **_at("step", "averages_over_users"),
     **_at("step", "ignores_clip_value", "passes_non_finite", "scaled_norm", "resets_learning_rate"),
     **_at(
         "step",

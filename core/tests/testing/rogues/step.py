@@ -58,6 +58,26 @@ class FillsMissingGradients(Rogue):
                 parameter.grad = torch.zeros_like(parameter)
 
 
+class AveragesOverUsers(Rogue):
+    """Divides gradients by the number of ranks whose loss has reached the parameter."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        self.used = {parameter: torch.zeros(()) for parameter in module.parameters() if parameter.requires_grad}
+        for parameter, used in self.used.items():
+            parameter.register_hook(lambda _, used=used: used.fill_(1) and None)
+        return self.inner.setup_module_and_optimizers(module, optimizers)
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        used = self.__dict__.get("used")
+        if used and closure is None:
+            shares = self.inner.all_reduce(torch.stack(list(used.values())), reduce_op="mean")
+            for parameter, share in zip(used, shares.tolist(), strict=True):
+                if share and parameter.grad is not None:
+                    parameter.grad /= share
+                used[parameter].zero_()
+        return self.inner.optimizer_step(optimizer, closure, **more)
+
+
 class AveragesForwardsAlone(Rogue):
     """Leaves gradients on their rank unless the module's forward has run."""
 

@@ -16,7 +16,7 @@ from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
 from shard_core.testing.suites.training.runs import BATCH, Run, assert_like, plainly, train, train_on, whole_buffers
-from shard_core.testing.training import set_up
+from shard_core.testing.training import set_up, whole_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,6 +99,24 @@ class Structure(Suite):
             oracle.assert_same_weights(unused, {name: truth.weights[name] for name in unused}, 0)
         assert_like(answers, truth)
 
+    @promise(after=("averages_gradients", "unused_parameters_keep_their_values"))
+    def test_ranks_may_use_different_parameters(self, ranks: Ranks) -> None:
+        """Where each rank's loss runs through other layers, gradients are the mean over all ranks all the same.
+
+        A rank whose loss does not reach a parameter counts as zero. A strategy may refuse such losses instead, on
+        every rank and before the step, with a ``ShardError`` that says what to do.
+
+        Usual cause:
+            The gradients of several parameters are sent as one message and added up by their places in it, so a
+            rank's gradient of one layer is averaged with another rank's of another; or they are divided by the
+            number of ranks that have one.
+        """
+        answers = ranks.run(train_either)
+        if all(isinstance(answer, str) for answer in answers):
+            return
+        assert not any(isinstance(answer, str) for answer in answers), f"only some ranks refused: {answers}"
+        assert_like([run for run, _ in answers], _either_plainly(answers[0][1]))
+
     @promise(after=("averages_gradients",))
     def test_buffers_are_right(self, ranks: Ranks) -> None:
         """Buffers keep values and dtypes on every rank, persistent or not, and change once a forward.
@@ -126,6 +144,20 @@ class _Sometimes(nn.Module):
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         loss: torch.Tensor = self.inner(inputs if self.calls % 2 else self.unused(inputs), targets)
+        return loss
+
+
+class _Either(nn.Module):
+    """One of two layers of one size is used, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.make("plain")
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, side: int) -> torch.Tensor:
+        layer = self.right if side else self.left
+        loss: torch.Tensor = self.inner(layer(inputs), targets)
         return loss
 
 
@@ -198,6 +230,40 @@ def train_unused(subject: Subject, make: Callable[[], nn.Module]) -> Run | str:
         return train(subject, make, _decaying, _STEPS)
     except ShardError as refusal:
         return str(refusal)
+
+
+def train_either(subject: Subject) -> tuple[Run, int] | str:
+    """Train with another layer on every second data rank, or return the strategy's error.
+
+    Returns:
+        The run and the number of data ranks.
+    """
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, _Either, _descending)
+        data = strategy.distributed_sampler_kwargs
+        losses = []
+        for step, batch in enumerate(models.batches("plain", _STEPS, BATCH)):
+            try:
+                loss = model(*models.share_of(strategy, batch), (data["rank"] + step) % 2)
+                strategy.backward(loss, model)
+                strategy.optimizer_step(optimizer)
+            except ShardError as refusal:
+                return str(refusal)
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return Run(losses=losses, weights=whole_weights(strategy, model)), data["num_replicas"]
+
+
+@functools.cache
+def _either_plainly(data_ranks: int) -> oracle.Trajectory:
+    steps = itertools.count()
+
+    def loss_of(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        step = next(steps)
+        shares = [models.share(batch, rank, data_ranks) for rank in range(data_ranks)]
+        return torch.stack([model(*share, (rank + step) % 2) for rank, share in enumerate(shares)]).mean()
+
+    return oracle.train(_Either, _descending, models.batches("plain", _STEPS, BATCH), loss_of=loss_of)
 
 
 @functools.cache
