@@ -199,7 +199,8 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check every annotation strictly, each distribution where its libraries are."""
-    run(session, "main", "mypy", "--strict", "noxfile.py", "packages/new_backend.py", "packages/_template/src")
+    backends = ("packages/_template/src", "integration_tests/zero1/src")
+    run(session, "main", "mypy", "--strict", "noxfile.py", "packages/new_backend.py", *backends)
     for name in environments():
         run(session, name, "mypy", "--strict", *(str(folder / "src") for folder in members(name).values()))
 
