@@ -65,7 +65,9 @@ there. Checked on torch 2.13.0. It can go when torch shows it in public.
 
 ``FSDPModule._get_fsdp_state``, and of what it returns ``_fsdp_param_groups`` (``_fsdp_param_group`` in torch 2.9.0) and
 their ``fsdp_params`` with ``_unsharded_param``: the tensors that units compute with, at which graphs end. Checked on
-torch 2.9.0 and 2.13.0. They can go when torch says which parameter such a tensor stands for.
+torch 2.9.0 and 2.13.0. They can go when torch says which parameter such a tensor stands for. Beside them
+``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients wait, to throw them away. They
+can go when torch does so in ``zero_grad``.
 """
 
 from __future__ import annotations
@@ -102,6 +104,7 @@ __all__ = [
     "custom_policy_targets",
     "default_store",
     "draws_random_numbers",
+    "drop_deferred_gradients",
     "forget_tensors",
     "has_hooks",
     "identity",
@@ -215,13 +218,27 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """List what a unit has computed with so far, each the same tensor in all its forwards; nothing of other modules."""
+    parameters = (each for group in _unit_groups(module) for each in group.fsdp_params)
+    return [each._unsharded_param for each in parameters if hasattr(each, "_unsharded_param")]
+
+
+def drop_deferred_gradients(module: torch.nn.Module) -> None:
+    """Throw away what a unit keeps for its next backward that sends gradients; nothing of other modules."""
+    for group in _unit_groups(module):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+    for unsharded in unsharded_parameters(module):
+        unsharded.grad = None
+
+
+def _unit_groups(module: torch.nn.Module) -> list[Any]:
     find: Any = getattr(module, "_get_fsdp_state", None)  # importing the class only to ask takes long
     if find is None:
         return []
     state = find()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    parameters = (each for group in groups if group is not None for each in group.fsdp_params)
-    return [each._unsharded_param for each in parameters if hasattr(each, "_unsharded_param")]
+    return [group for group in groups if group is not None]
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -360,3 +360,30 @@ def test_messages_worth_trying_fit_the_model() -> None:
     assert proposals.send(best) == [{"bucket_cap_mb": 1, "gradient_as_bucket_view": False}]
     assert next(get_strategy("ddp", bucket_cap_mb=1).engine_worth_trying(model, 2))[-1] == {"bucket_cap_mb": 8}
     assert list(strategy.engine_worth_trying(model, 1)) == []
+
+
+def past_the_strategy(how: str) -> str:
+    """Run a backward that leaves gradients on their rank without the strategy's knowledge, then step."""
+    with get_strategy("ddp") as strategy:
+        model, optimizer = set_up(strategy, "plain", "sgd")
+        (batch,) = models.batches("plain", 1, 6)
+        loss = model(*models.share_of(strategy, batch))
+        try:
+            if how == "loss.backward":
+                loss.backward()
+            elif how == "no_sync":
+                with model.no_sync():  # type: ignore[operator]
+                    strategy.backward(loss, model)
+            else:
+                model.require_backward_grad_sync = False  # type: ignore[assignment]
+                strategy.backward(loss, model)
+            strategy.optimizer_step(optimizer)
+        except SetupError as error:
+            return str(error)
+        return "replicas drift apart, and nobody says so"
+
+
+@pytest.mark.parametrize("how", ["loss.backward", "no_sync", "require_backward_grad_sync"])
+def test_gradients_that_were_left_on_their_rank_are_not_stepped_with(worlds: Any, how: str) -> None:
+    for message in worlds(2).run(past_the_strategy, how):
+        assert ("strategy.backward(loss, model)" if how == "loss.backward" else "require_backward_grad_sync") in message

@@ -67,16 +67,12 @@ def freezing_between_micro_batches(strategy: Any) -> None:
     story.train()
 
 
-def throwing_away_between_micro_batches(strategy: Any, to_none: bool = True) -> None:
+def zeroing_between_micro_batches(strategy: Any) -> None:
     story = Story(strategy, sgd)
     with strategy.no_backward_sync(story.model):
         story.backward(story.loss())
-    story.optimizer.zero_grad(set_to_none=to_none)
+    story.optimizer.zero_grad(set_to_none=False)
     story.train()
-
-
-def zeroing_between_micro_batches(strategy: Any) -> None:
-    throwing_away_between_micro_batches(strategy, to_none=False)
 
 
 def replacing_between_micro_batches(strategy: Any) -> None:
@@ -123,9 +119,8 @@ SHARDS: dict[Any, str] = {
     value_of_an_attribute: "parameter 'head.bias' was changed in place through its module's attribute",
     freezing_before_the_backward: "was changed between a forward and its backward",
     freezing_between_micro_batches: "while its gradient waits for the end of no_backward_sync()",
-    throwing_away_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
-    zeroing_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
-    replacing_between_micro_batches: "was thrown away or changed while it waits for the end of no_backward_sync()",
+    zeroing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
+    replacing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
     skipping_in_the_last_micro_batch: "parameter 'block.linear.weight' got a gradient in a micro-batch inside",
     past_another_module_in_the_last_micro_batch: "the last backward outside did not come through its module",
 }

@@ -87,20 +87,39 @@ class DDPModules:
         Raises:
             SetupError: If the loss has left out parameters that the wrapper waits for.
         """
-        for replica in self._replicas.values():
-            replica.reached.clear()
         replicas, named = list(self._replicas.values()), self._replicas.get(module)
         ready = _passed(loss, [replica for replica in replicas if replica.sends], named)
-        for replica in ready:
-            loss = replica.get_ready(loss)
-        loss.backward(**kwargs)
-        for replica in replicas:
-            if replica in ready:
-                replica.finish()
-            # Other ranks' losses may have reached what this one's has not.
-            elif replica.reached or replica is named or replica.waits:
-                replica.average()
-            replica.waits = not replica.synced
+        with contextlib.ExitStack() as running:
+            for replica in replicas:
+                running.enter_context(replica.backward())
+            for replica in ready:
+                loss = replica.get_ready(loss)
+            loss.backward(**kwargs)
+            for replica in replicas:
+                if replica in ready:
+                    replica.finish()
+                # Other ranks' losses may have reached what this one's has not.
+                elif replica.reached or replica is named or replica.waits:
+                    replica.average()
+                replica.waits = not replica.synced
+
+    def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that no gradient is still deferred of what an optimizer steps.
+
+        Args:
+            optimizer: One over parameters of these modules.
+
+        Raises:
+            SetupError: If one is: the last backward stood inside the wrapper's own ``no_sync``.
+        """
+        waiting = [replica for replica in self._replicas.values() if replica.waits]
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]} if waiting else set()
+        if any(not held.isdisjoint(replica.parameters) for replica in waiting):
+            raise SetupError(
+                "the last backward left gradients on their rank, as no_sync() and require_backward_grad_sync=False of "
+                "DistributedDataParallel ask for; run the last one before a step without: "
+                "no_backward_sync(model, enabled=not last)."
+            )
 
     def no_sync(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients add up on this rank; the first backward after it averages their sum.
@@ -142,7 +161,8 @@ class _Replica:
         self._graph: frozenset[torch.Tensor] | None = None
         self._wrapper = weakref.ref(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
         self._forwards: list[bool] = []
-        self._hooks: list[RemovableHandle] = [_on_gradient(each, self.reached.add) for each in self.parameters]
+        self._running = False
+        self._hooks: list[RemovableHandle] = [_on_gradient(each, self._reach) for each in self.parameters]
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.register_forward_pre_hook(self._begin_forward)
             wrapped.register_forward_hook(self._end_forward, always_call=True)
@@ -177,6 +197,24 @@ class _Replica:
         if not wrapper.static_graph:
             return bool(wrapper.require_backward_grad_sync)
         return self._graph is None or (wrapper.require_backward_grad_sync and bool(self._graph))
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Note what the backward inside comes to; one that nothing would average is refused anywhere else."""
+        self.reached.clear()
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def _reach(self, parameter: torch.Tensor) -> None:
+        if not self._running:
+            raise SetupError(
+                "loss.backward() would leave gradients on their rank, and replicas would drift apart; call "
+                "strategy.backward(loss, model), which averages them."
+            )
+        self.reached.add(parameter)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

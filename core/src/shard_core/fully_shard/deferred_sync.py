@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_core._versions import unsharded_parameters, version_of
+from shard_core._versions import drop_deferred_gradients, unsharded_parameters, version_of
 from shard_core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ class DeferredSync:
         for group in self._groups:
             group.watch()
 
+    def forget(self) -> None:
+        """Forget what is deferred, which was thrown away."""
+        for group in self._groups:
+            group.pending.clear()
+
     def end_backward(self, *, named: bool) -> None:
         """Check, after a backward, that no deferred gradient was left out or added to another.
 
@@ -52,8 +57,7 @@ class DeferredSync:
         """
         refusals = [refusal for group in self._groups if (refusal := group.refusal(self.deferred, named)) is not None]
         if refusals:
-            for group in self._groups:
-                group.pending.clear()
+            self.forget()
             raise SetupError(f"{refusals[0]}; pass defer_sync='all', or leave no_backward_sync out.")
 
 
@@ -111,10 +115,10 @@ class _Shown(NamedTuple):
 
 
 class DeferredGradients:
-    """Notices who discards deferred gradients, which wait where torch keeps them and not in ``.grad``.
+    """Follows deferred gradients, which wait where torch keeps them and not in ``.grad``.
 
-    There is no way to reach them. From one micro-batch to the next zeros stand in ``.grad`` in their place, or what
-    earlier micro-batches have sent.
+    From one micro-batch to the next zeros stand in ``.grad`` in their place, or what earlier micro-batches have sent.
+    Where users set these to None, what waits is thrown away with them; any other change would not reach it.
 
     Args:
         parameters: The shards of a module's parameters, by name.
@@ -171,32 +175,50 @@ class DeferredGradients:
                 "and the last backward outside did not come through its module; run one that does before a step."
             )
 
+    @property
+    def touched(self) -> list[str]:
+        """The names of those for which something else is shown than was."""
+        return [name for name, shown in self._shown.items() if not self._is_shown(name, shown)]
+
+    def drop(self, module: nn.Module) -> None:
+        """Throw away what waits, and what is shown for it.
+
+        Args:
+            module: The one whose parameters these are.
+
+        Raises:
+            SetupError: If users have not thrown away all that is shown, but changed something. It is gone all the
+                same, or a later step would be taken with it.
+        """
+        kept = [name for name in self._shown if self._parameters[name].grad is not None]
+        for name in self._shown:
+            self._parameters[name].grad = None
+        self._shown.clear()
+        for part in module.modules():
+            drop_deferred_gradients(part)
+        if kept:
+            raise SetupError(
+                f"gradients were changed, or some of them thrown away, {kept[0]!r} for one not, while they wait on "
+                "their rank for the end of no_backward_sync(), where nothing reaches them; all of these micro-batches "
+                "are thrown away: begin them anew, and change gradients after the last backward, which is outside."
+            )
+
+    def hide(self) -> None:
+        """Remove the zeros before a backward adds gradients."""
+        self._hidden, self._shown = self._shown, {}
+        for name, shown in self._hidden.items():
+            if shown.zeros:
+                self._parameters[name].grad = None
+
+    def _is_shown(self, name: str, shown: _Shown) -> bool:
+        gradient = self._parameters[name].grad
+        return gradient is shown.gradient and _changes(gradient) == shown.changes
+
     def _is_left(self, name: str, shown: _Shown) -> bool:
         gradient = self._parameters[name].grad
         return gradient is (None if shown.zeros else shown.gradient) and (
             shown.zeros or _changes(gradient) == shown.changes
         )
-
-    def hide(self) -> None:
-        """Remove the zeros before a backward adds gradients.
-
-        Raises:
-            SetupError: If somebody has discarded or changed what waits.
-        """
-        self._hidden, self._shown = self._shown, {}
-        touched = []
-        for name, shown in self._hidden.items():
-            parameter = self._parameters[name]
-            if parameter.grad is not shown.gradient or _changes(parameter.grad) != shown.changes:
-                touched.append(name)
-            elif shown.zeros:
-                parameter.grad = None
-        if touched:
-            raise SetupError(
-                f"the gradient of {touched[0]!r} was thrown away or changed while it waits on its rank for the end of "
-                "no_backward_sync(), where nothing reaches it; run the last backward of these micro-batches outside, "
-                "and zero gradients then."
-            )
 
 
 def _changes(gradient: torch.Tensor | None) -> tuple[int | None, ...]:

@@ -187,8 +187,9 @@ class FullySharder:
 
         Raises:
             SetupError: If a unit ran in an earlier micro-batch and not in this one, or another part of it, if deferred
-                gradients were discarded or changed, or if ranks have used different parameters.
+                gradients were changed, or if ranks have used different parameters.
         """
+        self._drop_discarded()
         for each in self._gradients.values():  # the loss may have come through several modules
             each.hide()
         for sync in self._syncs.values():
@@ -217,6 +218,7 @@ class FullySharder:
         Raises:
             SetupError: If one does.
         """
+        self._drop_discarded()
         waiting = [gradients for gradients in self._gradients.values() if gradients.wait]
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]} if waiting else set()
         for gradients in waiting:
@@ -226,6 +228,14 @@ class FullySharder:
         """Free unsharded parameters of all modules, whose shards are about to be read or changed."""
         for module in self._replicas:
             reshard(module)
+
+    def _drop_discarded(self) -> None:
+        """Throw away deferred gradients where users have thrown away what is shown for them."""
+        for module, gradients in self._gradients.items():
+            if gradients.touched:
+                if module in self._syncs:
+                    self._syncs[module].forget()
+                gradients.drop(module)
 
     @property
     def _offloads(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.state.tensor_state import TensorState
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from shard_core.checkpoint.state.training_state import TrainingState
+    from shard_core.gradients import LocalGradient
     from shard_core.parameters import ParameterNames
 
 
@@ -62,6 +63,17 @@ class DDPStrategy(TorchEngine, Strategy):
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients add up locally."""
         return self._ddp.no_sync(module)
+
+    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
+        """Return ``.grad`` of what an optimizer steps; none may have been left on its rank."""
+        self._ddp.check_averaged(optimizer)
+        return super().engine_gradients(optimizer)
+
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
+        """Step the optimizer; no gradient may have been left on its rank."""
+        if closure is None:
+            self._ddp.check_averaged(optimizer)
+        super().engine_step(optimizer, closure, **kwargs)
 
     def engine_teardown(self) -> None:
         """Remove the hooks from parameters, and drop what holds the modules: it cannot travel to other ranks."""

@@ -192,9 +192,9 @@ class Engine(abc.ABC):
         are averaged all the same, or ``engine_step`` refuses an optimizer over them as long as they wait.
 
         Called only where ``engine_defers_sync``, and not again inside; entering and leaving send nothing. An engine
-        that has nothing to send leaves this out. One whose deferred gradients stand elsewhere than in ``.grad``
-        refuses, in the next backward and by name, that they were zeroed, thrown away or changed in the meantime:
-        nothing of that would reach them.
+        that has nothing to send leaves this out. One whose deferred gradients stand elsewhere than in ``.grad`` shows
+        zeros there, and throws them away in the next backward or step where users have thrown these away. That these
+        were changed, which would not reach them, it refuses by name; they are thrown away then, too.
 
         Args:
             module: What ``engine_setup`` returned.

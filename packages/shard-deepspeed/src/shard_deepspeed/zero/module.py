@@ -102,11 +102,32 @@ class ZeroModule:
     def make_ready(self) -> None:
         """Prepare a backward."""
         self.follow_gradients()
+        self._drop_discarded()
         for each in self._trained.values():
             each.hide_deferred()
             each.reached = False
             each.hide_gradient()
         self._layout.make_ready(self._trained.values())
+
+    def _drop_discarded(self) -> None:
+        """Throw away gradients that wait in the module where users have thrown away what parts show for them.
+
+        Raises:
+            SetupError: If they have changed something, or thrown away some. All is gone then, too, or a later step
+                would be taken with it.
+        """
+        if not any(each.touched for each in self._trained.values()):
+            return
+        kept = [each for each in self._trained.values() if each.shows_deferred and each.part.values.grad is not None]
+        for each in self._trained.values():
+            each.drop()
+        if kept:
+            raise SetupError(
+                f"gradients were changed, or some of them thrown away, {kept[0].name!r} for one not, while they wait "
+                "on their rank for the end of no_backward_sync(), where they stand in the module's parameters and not "
+                "in optimizer.param_groups; all of these micro-batches are thrown away: begin them anew, and change "
+                "gradients after the last backward, which is outside."
+            )
 
     def used(self) -> list[tuple[str, bool]]:
         """List what is trained by name, and whether this backward has used it, or one before that was deferred.

@@ -85,24 +85,29 @@ class TrainedParameter:
             values.grad = torch.zeros_like(values)
         self._deferred = _Deferred(values.grad, waiting, _changes(values.grad, waiting))
 
-    def hide_deferred(self) -> None:
-        """Remove the zeros, to leave room for what a backward averages.
+    @property
+    def shows_deferred(self) -> bool:
+        """Whether the part shows that a gradient waits, or did before somebody took it away."""
+        return self._deferred is not None and self.waits
 
-        Raises:
-            SetupError: If somebody has thrown away or changed what the part showed, or a part of the gradient.
-        """
-        deferred, self._deferred = self._deferred, None
-        if deferred is None or not self.waits:
-            return
-        gradient, waiting, changes = deferred
+    @property
+    def touched(self) -> bool:
+        """Whether somebody has thrown away or changed what the part showed, or a part of the gradient."""
+        if self._deferred is None or not self.waits:
+            return False
+        gradient, waiting, changes = self._deferred
         replaced = self.part.values.grad is not gradient or (waiting is not None and self.parameter.grad is not waiting)
-        if replaced or _changes(gradient, waiting) != changes:
-            raise SetupError(
-                f"the gradient of {self.name!r} was thrown away or changed while it waits on its rank for the end of "
-                "no_backward_sync(), where it stands in the module's parameter and not in optimizer.param_groups; run "
-                "the last backward of these micro-batches outside, and zero gradients then, or call model.zero_grad()."
-            )
-        if waiting is None:
+        return replaced or _changes(gradient, waiting) != changes
+
+    def drop(self) -> None:
+        """Throw away all of the gradient."""
+        self.part.values.grad = self.parameter.grad = self._deferred = None
+        self.reached = self.waits = self.shown = False
+
+    def hide_deferred(self) -> None:
+        """Remove the zeros, to leave room for what a backward averages."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None and self.waits and deferred.waiting is None:
             self.part.values.grad = None
 
     def follow_gradient(self) -> None:

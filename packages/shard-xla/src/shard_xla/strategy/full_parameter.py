@@ -95,22 +95,27 @@ class FullParameter:
             self.shard.grad = torch.zeros_like(self.shard)
         self._shown = self.shard.grad, _versions.changes_of(self.shard.grad)
 
-    def check_gradient(self) -> None:
-        """Refuse to go on after what is kept was thrown away or changed: only what the shard shows was.
+    @property
+    def touched(self) -> bool:
+        """Whether what is kept was thrown away or changed: only what the shard shows was."""
+        if self.full.grad is None or self._shown is None:
+            return False
+        gradient, changes = self._shown
+        return self.shard.grad is not gradient or _versions.changes_of(gradient) != changes
 
-        Raises:
-            SetupError: If it was.
+    def drop_gradient(self) -> bool:
+        """Throw away what is kept, and what the shard shows for it.
+
+        Returns:
+            Whether the shard still showed something.
         """
-        shown, self._shown = self._shown, None
-        if self.full.grad is None or shown is None:
-            return
-        gradient, changes = shown
-        if self.shard.grad is not gradient or _versions.changes_of(gradient) != changes:
-            raise SetupError(
-                f"the gradient of parameter {self.name!r} was thrown away or changed while it waits for the end of "
-                "no_backward_sync(), where nothing reaches it; leave no_backward_sync() out where micro-batches may "
-                "be thrown away, and change gradients before a step."
-            )
+        kept = self._shown is not None and self.shard.grad is not None
+        self.full.grad = self.shard.grad = self._shown = None
+        return kept
+
+    def hide_gradient(self) -> None:
+        """Forget what the shard shows, before a backward adds to it."""
+        self._shown = None
 
     def _flag_is_known(self) -> bool:
         return self.shard.requires_grad == self.full.requires_grad == self._trains

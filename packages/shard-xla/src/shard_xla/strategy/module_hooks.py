@@ -132,6 +132,25 @@ class FullParameterHooks:
         for parameter in self._parameters:
             parameter.follow_values()
             parameter.check_flag()
-            parameter.check_gradient()
+        self._drop_discarded()
+        for parameter in self._parameters:
+            parameter.hide_gradient()
         for unit in self._units:
             _versions.prepare_backward(unit)
+
+    def _drop_discarded(self) -> None:
+        """Throw away gradients that are kept where users have thrown away what shards show for them.
+
+        Raises:
+            SetupError: If they have changed something, or thrown away some. All is gone then, too, or a later step
+                would be taken with it.
+        """
+        if not any(parameter.touched for parameter in self._parameters):
+            return
+        kept = [parameter.name for parameter in self._parameters if parameter.drop_gradient()]
+        if kept:
+            raise SetupError(
+                f"gradients were changed, or some of them thrown away, {kept[0]!r} for one not, while they wait for "
+                "the end of no_backward_sync(), where nothing reaches them; all of these micro-batches are thrown "
+                "away: begin them anew, and change gradients after the last backward, which is outside."
+            )

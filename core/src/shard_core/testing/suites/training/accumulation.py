@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shard_core.capability import Capability
-from shard_core.errors import SetupError
+from shard_core.errors import SetupError, ShardError
 from shard_core.testing import models, oracle, plain_descent
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
@@ -130,6 +130,18 @@ class Accumulation(Suite):
         for rank, answers in enumerate(ranks.run(stepped_inside)):
             for call, answer in answers.items():
                 assert "no_backward_sync" in answer, f"rank {rank}: {call} {answer or 'did not raise SetupError'}"
+
+    @promise(after=("deferring_changes_nothing",))
+    def test_discarded_gradients_stay_away(self, ranks: Ranks) -> None:
+        """What ``zero_grad`` throws away between deferred micro-batches is in no later step.
+
+        The next backward may be refused instead with a ``ShardError``; what was thrown away is gone then, too.
+
+        Usual cause:
+            Deferred gradients wait in tensors of the engine's own, where ``zero_grad`` does not reach them.
+        """
+        for gradients in ranks.run(discarded):
+            oracle.assert_same_weights(gradients, _gradients_of_large_batches()[0], _BOUND, elementwise=True)
 
     @promise(needs=Capability.DENOMINATOR, after=("averages_gradients", "micro_batches_add_up"))
     def test_denominator_gives_the_global_mean(self, ranks: Ranks) -> None:
@@ -319,6 +331,24 @@ def stepped_inside(subject: Subject) -> dict[str, str]:
         strategy.backward(model(*batch), model)
         assert strategy.optimizer_step(optimizer)
         return answers
+
+
+def discarded(subject: Subject) -> dict[str, torch.Tensor]:
+    """Throw away deferred micro-batches, also after a refusal, and return the gradient of the next step."""
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, _MODEL, plain_descent.make_optimizer)
+        kept, thrown_away = _batches()
+        batch = models.share_of(strategy, thrown_away[0])
+        with strategy.no_backward_sync(model):
+            strategy.backward(model(*batch), model)
+        optimizer.zero_grad()
+        with contextlib.suppress(ShardError):
+            strategy.backward(model(*batch), model)
+        optimizer.zero_grad()
+        for number, batch in enumerate(kept):
+            with strategy.no_backward_sync(model, enabled=number < _MICRO - 1):
+                strategy.backward(model(*models.share_of(strategy, batch)) / _MICRO, model)
+        return plain_descent.take_step(strategy, model, optimizer)
 
 
 def counted(subject: Subject) -> list[dict[str, torch.Tensor]]:

@@ -40,6 +40,19 @@ class Parity(Suite):
         for weights in ranks.run(one_step_of_sgd):
             oracle.assert_same_weights(weights, truth, 1e-6, elementwise=True)
 
+    @promise(after=("averages_gradients",))
+    def test_plain_backward_is_right_or_refused(self, ranks: Ranks) -> None:
+        """A loop that was ported by halves and calls ``loss.backward()`` trains right, or ends in a ``ShardError``.
+
+        Usual cause:
+            Gradients are averaged by the strategy's ``backward`` alone, and nothing notices those that come past it.
+        """
+        answers = ranks.run(train_past_the_strategy)
+        if all(isinstance(answer, str) for answer in answers):
+            return
+        assert not any(isinstance(answer, str) for answer in answers), f"only some ranks refused: {answers}"
+        assert_like(answers, _trained("uneven", "sgd"))
+
     @pytest.mark.parametrize(
         ("model", "optimizer"),
         [
@@ -218,6 +231,23 @@ def train_by_hand(subject: Subject, what: str) -> Run | str:
                 _change(what, "after", model)
                 if what != "zeros":
                     optimizer.zero_grad()
+                losses.append(loss.item())
+        except ShardError as refusal:
+            return str(refusal)
+        return Run(losses=losses, weights=whole_weights(strategy, model))
+
+
+def train_past_the_strategy(subject: Subject) -> Run | str:
+    """Train with backwards that the strategy is not asked for, or return its error."""
+    losses = []
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, "uneven", "sgd")
+        try:
+            for batch in _batches("uneven"):
+                loss = model(*models.share_of(strategy, batch))
+                loss.backward()
+                strategy.optimizer_step(optimizer)
+                optimizer.zero_grad()
                 losses.append(loss.item())
         except ShardError as refusal:
             return str(refusal)
