@@ -127,3 +127,60 @@ def test_what_writes_in_place_runs_again_whatever_a_policy_says() -> None:
     truth = gradients()
     assert len(found) == len(truth) == 2
     assert all(torch.equal(each, true) for each, true in zip(found, truth, strict=True))
+
+
+class Averaging(nn.Module):
+    """Scales by a moving average of what it has seen, which is what it counts, too."""
+
+    average: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("average", torch.ones(4))
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.norm(self.linear(x))
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(hidden.mean(0))
+        # What is in its place is read: the buffer itself would be changed by the next forward, before a backward.
+        return hidden * self.average.clone() * self.mask
+
+
+def averaged(chosen: Any) -> dict[str, torch.Tensor]:
+    """Train a few steps of two forwards each, one of them after an evaluation; return all gradients and buffers."""
+    options = {} if chosen is None else {"activation_checkpointing": chosen}
+    with get_strategy("single", accelerator="cpu", **options) as strategy:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(Averaging(), nn.Tanh()), nn.Linear(4, 1))
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        seen = {}
+        for step in range(3):
+            first, second = torch.randn(2, 8, 4)
+            model.eval()
+            model(first)
+            model.train()
+            loss = (model(first) * model(second)).sum()
+            if not isinstance(chosen, dict):  # what torch keeps by a policy is for one backward
+                strategy.backward(loss * 0, model, retain_graph=True)
+            strategy.backward(loss, model)
+            seen |= {f"{step}.{name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return seen | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        nn.Sequential,
+        nn.BatchNorm1d,
+        [nn.Sequential, Averaging, nn.BatchNorm1d],
+        {"layers": Averaging, "policy": ["aten.addmm"]},
+    ],
+)
+def test_what_runs_again_changes_no_buffer_again_and_sees_those_of_before(chosen: Any) -> None:
+    torch.testing.assert_close(averaged(chosen), averaged(None), rtol=1e-5, atol=1e-6)

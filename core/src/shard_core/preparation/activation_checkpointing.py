@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from shard_core._versions import draws_random_numbers, is_operation, written_arguments
 from shard_core.errors import InvalidOption
+from shard_core.preparation.recomputed_buffers import RecomputedBuffers
 from shard_core.preparation.submodules import chosen_layers
 
 if TYPE_CHECKING:
     from torch import nn
+
+_Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 _OPTION = "activation_checkpointing"
 _ANSWERS = (
@@ -41,33 +50,69 @@ def recompute(module: nn.Module, given: Any) -> None:
             what is no operation.
     """
     layers, policy = (given["layers"], given.get("policy")) if isinstance(given, Mapping) else (given, None)
-    recomputed = _recomputed if policy is None else _selecting(policy)
+    recomputed, recomputed_with_buffers = _recomputing(None if policy is None else _selecting(policy))
 
     def forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Nothing in here belongs to one layer, so that compiled layers of a class share a graph.
-        return recomputed(type(layer).forward, layer, *args, **kwargs)
+        return recomputed(layer, type(layer).forward, layer, *args, **kwargs)
+
+    def forward_with_buffers_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recomputed_with_buffers(layer, type(layer).forward, layer, *args, **kwargs)
 
     for layer in chosen_layers(_OPTION, layers, module):
+        has_buffers = next(layer.buffers(), None) is not None
         if "forward" in vars(layer):
             # Somebody has exchanged it before; compiled, such a layer may need a graph of its own.
-            layer.forward = functools.update_wrapper(functools.partial(recomputed, layer.forward), layer.forward)
+            run = functools.partial(recomputed_with_buffers if has_buffers else recomputed, layer, layer.forward)
+            layer.forward = functools.update_wrapper(run, layer.forward)
         else:
-            layer.forward = MethodType(forward_of, layer)
+            layer.forward = MethodType(forward_with_buffers_of if has_buffers else forward_of, layer)
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def _recomputing(of_operations: Callable[[], _Contexts] | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what runs a layer's forward twice, and what does so with a layer that has buffers."""
+    kept = RecomputedBuffers()
+    # Where there is nothing to say the keyword is left out: compilers take no other function for it than a policy's.
+    given: dict[str, Any] = {} if of_operations is None else {"context_fn": of_operations}
+
+    def contexts(layer: nn.Module) -> _Contexts:
+        first, again = zip(kept.contexts(layer), (of_operations or noop_context_fn)(), strict=True)
+        return _Both(*first), _Both(*again)
+
+    def recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        del layer
+        return checkpoint(forward, *args, use_reentrant=False, **given, **kwargs)
+
+    def recomputed_with_buffers(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return recomputed(layer, forward, *args, **kwargs)
+        of_layer = functools.partial(contexts, layer)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=of_layer, **kwargs)
+
+    return recomputed, recomputed_with_buffers
 
 
-def _selecting(policy: Collection[Any] | Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs a forward whose operations are kept as a policy says."""
+class _Both(contextlib.AbstractContextManager[None]):
+    """Two contexts in one, to be entered for each backward through a layer."""
+
+    def __init__(self, *contexts: contextlib.AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as entered:
+            for context in self._contexts:
+                entered.enter_context(context)
+            self._entered = entered.pop_all()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.__exit__(*exception)
+
+
+def _selecting(policy: Collection[Any] | Callable[..., Any]) -> Callable[[], _Contexts]:
+    """Return what makes the contexts in which operations are kept as a policy says."""
     decide = policy if callable(policy) else _keeping(policy)
-    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_decided, decide))
-
-    def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    return recomputed
+    return functools.partial(create_selective_checkpoint_contexts, functools.partial(_decided, decide))
 
 
 def _keeping(names: Collection[str]) -> Callable[..., CheckpointPolicy]:

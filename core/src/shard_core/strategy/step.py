@@ -43,9 +43,9 @@ class StrategyStep(StrategySetup):
 
         Forward and backward both belong inside. Gradients are the same with and without it, under every strategy; one
         that sends them in every backward all the same logs so, once. No step follows a backward inside. Until the next
-        backward, gradients may be thrown away, all of them, by ``zero_grad``; strategies where other changes would not
-        reach them refuse to go on, and throw them away, too. A loss may come through several modules, whichever ``backward`` names: each waits for a
-        backward outside of its own context.
+        backward, ``zero_grad`` may throw gradients away, all of them; where another change would not reach them, a
+        strategy refuses to go on, and throws them away, too. A loss may come through several modules, whichever
+        ``backward`` names: each waits for a backward outside of its own context.
 
         Args:
             module: What setup returned.
