@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shard_core.capability import Capability
 from shard_core.collectives.process_group import ProcessGroupCollectives
+from shard_core.parameters import laid_out_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -29,9 +30,10 @@ class Engine(abc.ABC):
 
     Order of calls: ``engine_precision``, ``engine_check_options``, ``engine_collectives``, ``engine_mesh``,
     ``engine_seed``; then per module ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an
-    optimizer that comes later; per step ``engine_defers_sync``, ``engine_no_sync``, ``engine_backward``,
-    ``engine_gradients``, ``engine_look`` and ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at
-    the end. Arguments were checked before. ``engine_worth_trying`` stands apart: nothing has been started then.
+    optimizer that comes later, ``engine_lay_out_state`` when users load the state of one; per step
+    ``engine_defers_sync``, ``engine_no_sync``, ``engine_backward``, ``engine_gradients``, ``engine_look`` and
+    ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were checked before.
+    ``engine_worth_trying`` stands apart: nothing has been started then.
 
     Six members may exchange messages between ranks, because core calls them on every rank in the same order, or on
     none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_gradients`` and
@@ -176,6 +178,20 @@ class Engine(abc.ABC):
             optimizer: An optimizer over its parameters, as they were before setup or as they are.
             names: The names its parameters had before setup.
         """
+
+    def engine_lay_out_state(self, parameter: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a value of optimizer state laid out like the parameter it belongs to; must not communicate.
+
+        For ``optimizer.load_state_dict`` of what plain PyTorch has saved, which gives every rank whole tensors.
+
+        Args:
+            parameter: One in the groups of an optimizer that was set up.
+            slot: What the optimizer calls the value, such as ``exp_avg``.
+            value: The same on every rank. One that has not the whole parameter's shape is returned as it is.
+        """
+        del slot
+        laid_out: torch.Tensor = laid_out_like(parameter, value)
+        return laid_out
 
     @property
     def engine_defers_sync(self) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     from shard_core.parameters import ParameterNames
     from shard_core.preparation.layers import LayerCalls
@@ -35,6 +36,7 @@ class SetUpModule:
         layer_calls: How its parts ran before setup.
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
+        hooks: Those on the optimizers.
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.
@@ -53,6 +55,7 @@ class SetUpModule:
     layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
+    hooks: list[RemovableHandle]
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
@@ -187,6 +190,8 @@ class Registry:
             known.pretrained.remove()
             known.partial_state.remove()
             known.layer_calls.restore()
+            for hook in known.hooks:
+                hook.remove()
             if known.forward_only is not None:
                 known.forward_only.remove()
         self._modules.clear()

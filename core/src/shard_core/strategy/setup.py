@@ -122,6 +122,7 @@ class StrategySetup(StrategyLifecycle):
         known.check_groups(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
         known.optimizers[optimizer] = Accumulation() if known.optimizers else known.unstepped
+        known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
         return optimizer
 
     def process_dataloader(
@@ -226,12 +227,20 @@ class StrategySetup(StrategyLifecycle):
                 layer_calls=calls,
                 forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
+                hooks=[each.register_load_state_dict_post_hook(self._lay_out_state) for each in optimizers],
                 untrained=untrained,
                 frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
                 dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
             )
         )
         return called
+
+    def _lay_out_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut whole tensors that ``optimizer.load_state_dict`` was given, as setup does with what is there already."""
+        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+            for slot, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    optimizer.state[parameter][slot] = self.engine_lay_out_state(parameter, slot, value)
 
     def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse on all ranks what rank 0 refuses; were each to judge for itself, some might go on alone."""

@@ -241,14 +241,13 @@ class ResetsLearningRate(Rogue):
 class KeepsWeights(Rogue):
     """Steps weights of its own, whatever became of the module's."""
 
-    own: Any = None
-
     def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        own = self.__dict__.setdefault("own", {})
         held = parameters(optimizer)
-        for parameter, value in zip(held, self.own or (), strict=False):
+        for parameter, value in zip(held, own.get(optimizer, ()), strict=False):
             parameter.data.copy_(value)
         stepped = self.inner.optimizer_step(optimizer, closure, **more)
-        self.own = [parameter.detach().clone() for parameter in held]
+        own[optimizer] = [parameter.detach().clone() for parameter in held]
         return stepped
 
 

@@ -115,6 +115,12 @@ class DeepSpeedStrategy(Strategy):
         else:
             names.repoint([optimizer], module)
 
+    def engine_lay_out_state(self, parameter: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
+        """Slice whole values to this rank's partitions."""
+        for zero in self._zero.values():
+            value = zero.lay_out(parameter, slot, value)
+        return value
+
     @property
     def engine_defers_sync(self) -> bool:
         """Whether the stage leaves gradients whole until they are averaged: from stage 2 on they are sent as made."""

@@ -82,6 +82,18 @@ class ZeroModule:
         names.repoint([optimizer], self._module)
         self.adopt(optimizer)
 
+    def lay_out(self, values: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
+        """Slice a value of optimizer state to a part of this module; anything else is left alone.
+
+        Args:
+            values: The part, or another tensor.
+            slot: What the optimizer calls the value.
+            value: The whole parameter's.
+        """
+        part = next((each.part for each in self._trained.values() if each.part.values is values), None)
+        sliced: torch.Tensor = value if part is None or values.shape == value.shape else _slice(slot, value, part)
+        return sliced
+
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters of the module in an optimizer's groups by their parts.
 

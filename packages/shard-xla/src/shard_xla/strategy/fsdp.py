@@ -26,7 +26,7 @@ from shard_xla.strategy import runtime, units
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_hooks import FullParameterHooks
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names, take_whole_values
-from shard_xla.strategy.optimizers import check_stale_parameters, repoint_to_shards
+from shard_xla.strategy.optimizers import check_stale_parameters, flat_value, repoint_to_shards
 from shard_xla.strategy.recompilation import RecompilationWatch
 from shard_xla.strategy.tracing import stepping_lists
 
@@ -98,6 +98,13 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
     ) -> None:
         """Point the optimizer at the shards."""
         repoint_to_shards([optimizer], names, self._sharded[module].tensors, self.global_rank)
+
+    def engine_lay_out_state(self, parameter: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
+        """Slice whole values to this rank's shards."""
+        del slot
+        for sharded in self._sharded.values():
+            value = flat_value(sharded.tensors, self.global_rank, parameter, value)
+        return value
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Accumulate whole gradients on this rank."""

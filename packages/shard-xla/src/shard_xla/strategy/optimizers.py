@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 def repoint_to_shards(optimizers: Optimizers, names: ParameterNames, own: ModuleTensors, rank: int) -> None:
     """Point optimizers at this rank's flat shards of the parameters they held."""
-    shapes = {id(own.places[name].tensor): own.shape_of(name) for name in own.places}
-    names.repoint(optimizers, own.parameters, functools.partial(_flat, shapes, rank))
+    names.repoint(optimizers, own.parameters, functools.partial(flat_value, own, rank))
 
 
 def repoint_to_devices(optimizers: Optimizers, names: ParameterNames, own: ModuleTensors, mesh: Mesh) -> None:
     """Point optimizers at the parameters that XLA spreads over the devices of a mesh."""
-    names.repoint(optimizers, own.parameters, functools.partial(_spread, mesh))
+    names.repoint(optimizers, own.parameters, functools.partial(spread_value, mesh))
 
 
-def _flat(shapes: Mapping[int, tuple[int, ...]], rank: int, shard: torch.Tensor, value: Any) -> Any:
+def flat_value(own: ModuleTensors, rank: int, shard: torch.Tensor, value: Any) -> Any:
     """Slice a rank's part out of optimizer state that was made for whole parameters."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or tuple(value.shape) != shapes[id(shard)]:
+    whole = next((own.shape_of(name) for name, place in own.places.items() if place.tensor is shard), None)
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or tuple(value.shape) != whole:
         return value
     return flat_part(value.to(shard.dtype) if value.is_floating_point() else value, shard, rank=rank)
 
 
-def _spread(mesh: Mesh, parameter: torch.Tensor, value: Any) -> Any:
+def spread_value(mesh: Mesh, parameter: torch.Tensor, value: Any) -> Any:
     """Shard optimizer state that was made on the host."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value

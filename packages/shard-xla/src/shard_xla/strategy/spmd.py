@@ -16,7 +16,7 @@ from shard_xla.plugin import SPMD
 from shard_xla.strategy import runtime, spmd_sharding
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names
-from shard_xla.strategy.optimizers import check_stale_parameters, repoint_to_devices
+from shard_xla.strategy.optimizers import check_stale_parameters, repoint_to_devices, spread_value
 from shard_xla.strategy.recompilation import RecompilationWatch
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.units import check_classes
@@ -79,6 +79,12 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     ) -> None:
         """Point the optimizer at the parameters on the devices."""
         repoint_to_devices([optimizer], names, self._tensors[module], self._devices)
+
+    def engine_lay_out_state(self, parameter: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
+        """Spread whole values over the devices."""
+        del slot
+        spread: torch.Tensor = spread_value(self._devices, parameter, value)
+        return spread
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step, and run what is pending: else the graph would grow from step to step."""

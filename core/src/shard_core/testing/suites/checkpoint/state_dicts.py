@@ -49,7 +49,7 @@ class StateDicts(Suite):
     @promise(
         after=(
             *("unused_parameters_keep_their_values", "every_state_dict_is_of_its_moment"),
-            *("loads_at_another_world_size", "loads_what_other_strategies_saved"),
+            *("loads_at_another_world_size", "loads_what_other_strategies_saved", "unfrozen_parameters_train"),
         ),
         every_size=False,
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shard_core.capability import Capability
-from shard_core.errors import SetupError
+from shard_core.errors import SetupError, ShardError
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
@@ -128,6 +128,19 @@ class Setup(Suite):
             for answer in ranks.run(step_from_memory, optimizer, way):
                 if not isinstance(answer, str):
                     oracle.assert_same_weights(answer, truth, 1e-6, elementwise=True)
+
+    @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+    @promise(after=("optimizer_state_moves_along",))
+    def test_plain_optimizer_state_loads(self, ranks: Ranks, optimizer: str) -> None:
+        """``optimizer.load_state_dict`` after setup takes what plain PyTorch has saved, or refuses it.
+
+        Usual cause:
+            Whole tensors stay beside shards, and a kernel that does not compare shapes steps with their first rows.
+        """
+        truth = _remembered_plainly(optimizer)
+        for answer in ranks.run(step_from_loaded_memory, optimizer):
+            if not isinstance(answer, str):
+                oracle.assert_same_weights(answer, truth, 1e-6, elementwise=True)
 
     def _later_ways(self) -> tuple[str, ...]:
         offered = Capability.INFERENCE in self.info.capabilities
@@ -299,6 +312,21 @@ def _remembered_plainly(name: str) -> dict[str, torch.Tensor]:
     (module(*batch) * 0.0).backward()
     optimizer.step()
     return copy.deepcopy(module.state_dict())
+
+
+def step_from_loaded_memory(subject: Subject, name: str) -> dict[str, torch.Tensor] | str:
+    """Set up with a new optimizer, load into it what plain training remembers, step with gradients of zero."""
+    with subject.strategy() as strategy:
+        module, stepped = _stepped(name)
+        remembered = copy.deepcopy(stepped.state_dict())
+        model, optimizer = _set_up(strategy, module, functools.partial(models.make_optimizer, name), "together")
+        try:
+            optimizer.load_state_dict(remembered)
+            (batch,) = models.batches("uneven", 1, BATCH)
+            _step(strategy, model, optimizer, batch, factor=0.0)
+        except ShardError as refusal:
+            return str(refusal)
+        return whole_weights(strategy, model)
 
 
 def step_from_memory(subject: Subject, name: str, way: str) -> dict[str, torch.Tensor] | str:
