@@ -187,6 +187,8 @@ BAD_ENVIRONMENT = {
     ),
     "a capability": ('{"cpu_offload": true}', "strategy 'toy' does not promise CPU_OFFLOAD"),
     "no JSON": ("size=1", "SHARD_OPTIONS is 'size=1', which is no JSON (Expecting value: line 1 column 1 (char 0))"),
+    "bottomless": ("[" * 100_000, "SHARD_OPTIONS is '[[[[[[[[[["),
+    "twice": ('{"size": 1, "size": 2}', "SHARD_OPTIONS gives 'size' twice in one object; say which it is to be."),
     "no object": ("[1]", """SHARD_OPTIONS is '[1]'; it must be an object of options by name, such as {"bucket_"""),
     "a value": ('{"devices": 0}', "devices is 0; allowed are 'auto'"),
     "no duration": ('{"timeout": 1e300}', "timeout is 1e+300, of type float; it must be timedelta."),

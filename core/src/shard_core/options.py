@@ -143,12 +143,21 @@ def environment_options() -> dict[str, Any]:
     if not text:
         return {}
     try:
-        options = json.loads(text)
-    except ValueError as error:
+        options = json.loads(text, object_pairs_hook=_unlike)
+    except (ValueError, RecursionError) as error:
         raise InvalidOption(f"{OPTIONS_VARIABLE} is {text!r:.60}, which is no JSON ({error}); {_EXPECTED}") from None
     if not isinstance(options, dict):
         raise InvalidOption(f"{OPTIONS_VARIABLE} is {text!r:.60}; {_EXPECTED}")
     return options
+
+
+def _unlike(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, in which every name must stand once."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidOption(f"{OPTIONS_VARIABLE} gives {name!r} twice in one object; say which it is to be.")
+    return dict(pairs)
 
 
 _EXPECTED = """it must be an object of options by name, such as {"bucket_cap_mb": 10}."""

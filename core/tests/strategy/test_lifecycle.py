@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -234,3 +235,22 @@ def test_a_rank_that_does_not_come_is_named_on_every_other(worlds: Any, name: st
         assert f"rank {rank} waited 1 s in" in messages[rank]
         assert "for rank 1 (never seen)" in messages[rank] or "for rank 1 (last seen at" in messages[rank]
         assert "rank 0 (" not in messages[rank]
+
+
+def start_with(precisions: list[str], caps: list[int]) -> str:
+    """Start with options by rank; return the refusal."""
+    rank = int(os.environ["RANK"])
+    try:
+        with get_strategy("ddp", precision=precisions[rank], bucket_cap_mb=caps[rank]):
+            return "started"
+    except InvalidOption as error:
+        return str(error)
+
+
+def test_options_that_differ_between_ranks_are_refused_on_all(worlds: Any) -> None:
+    alike = ["32-true", "32-true"]
+    assert worlds(2).run(start_with, alike, [25, 25]) == ["started"] * 2
+    for message in worlds(2).run(start_with, alike, [25, 10]):
+        assert message.startswith("bucket_cap_mb is 10 on rank 1 and 25 on rank 0; give every rank the same options")
+    for message in worlds(2).run(start_with, ["32-true", "bf16-mixed"], [25, 25]):
+        assert message.startswith("precision is 'bf16-mixed' on rank 1 and '32-true' on rank 0")

@@ -29,18 +29,19 @@ def on_all_ranks(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -
 
     Raises:
         CheckpointError: On every rank, if the phase failed on any; names the ranks and the causes. It is
-            of the class raised by the first rank that failed, or of the one of Shard's own that this extends.
+            of the class raised by the first rank that failed, or of the one of Shard's own that this extends. A rank
+            that was interrupted, or is to exit, raises that.
     """
     result: T | None = None
     failure: _Failure | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
     try:
         result = phase()
     except CollectiveError:
         raise  # the ranks cannot communicate, so no other can learn of it
     except ShardError as error:
         cause, failure = error, _Failure(_kind(error), str(error), deliberate=True)
-    except Exception as error:  # noqa: BLE001 - every rank raises it below, this one included
+    except BaseException as error:  # noqa: BLE001 - every rank raises it below, this one included
         cause, failure = (
             error,
             _Failure(CheckpointError.__name__, f"{type(error).__name__}: {error}", deliberate=False),
@@ -48,6 +49,8 @@ def on_all_ranks(coordinator: Coordinator, doing: str, phase: Callable[[], T]) -
     sent = None if failure is None else (failure.kind, failure.text, failure.deliberate)
     answers = coordinator.gather_objects((result, sent))
     failures = {rank: _Failure(*failure) for rank, (_, failure) in enumerate(answers) if failure is not None}
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause  # an interrupt or an exit is for whoever asked for it; the other ranks know now
     if failures:
         first = next(iter(failures.values()))
         raise _KINDS[first.kind](_joint_sentence(doing, failures, len(answers))) from cause

@@ -21,6 +21,7 @@ from shard_core.options import check_names, options_of
 from shard_core.precision.build import build_precision
 from shard_core.randomness import seed_everything
 from shard_core.run_options import RunOptions
+from shard_core.strategy.agreement import check_same_options
 from shard_core.strategy.async_saves import AsyncSaves
 from shard_core.strategy.engine import Engine
 from shard_core.strategy.placement import Placement
@@ -130,6 +131,7 @@ class StrategyLifecycle(Engine):
 
         Raises:
             LaunchError: If several ranks were asked for and none were started.
+            InvalidOption: If ranks were given different options.
             MissingRank: If a rank does not come within ``guard_timeout``.
         """
         if self._placement is not None:
@@ -141,6 +143,8 @@ class StrategyLifecycle(Engine):
         if placement.device.type == "cuda":
             torch.cuda.set_device(placement.device)
         self.collectives.connect(placement.rank, placement.world_size, placement.device)
+        own = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
+        check_same_options(self.info.name, {"precision": self.precision.policy.name, **own}, self.collectives)
         self._placement = placement
         self._mesh = self.engine_mesh()
         self.engine_seed(torch.initial_seed())

@@ -43,7 +43,12 @@ def test_damaged_indexes_are_refused(tmp_path):
         foreign_weights.refused(folder, sentence)
     for raw in (b"[" * 10**6, b"\xff", b"null", b'{"weight_map": 1e999}'):
         (folder / "model.safetensors.index.json").write_bytes(raw)
-        foreign_weights.refused(folder, "is no JSON|must be a JSON object")
+        foreign_weights.refused(folder, "is no JSON|must be a JSON object|must be an object")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"weight": "a", "weight": "b"}}')
+    foreign_weights.refused(folder, "holds 'weight' twice in one object")
+    (folder / "model.safetensors.index.json").unlink()
+    os.mkfifo(folder / "model.safetensors.index.json")
+    foreign_weights.refused(folder, "is no regular file")
 
 
 def _header(table, data=b"\0" * 24):

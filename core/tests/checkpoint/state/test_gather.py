@@ -6,7 +6,7 @@ import pickle
 
 import torch
 from fixtures.bits import assert_same_bits
-from fixtures.thread_ranks import all_ranks
+from fixtures.thread_ranks import all_ranks, on_ranks
 from torch import nn
 
 from shard_core.checkpoint.state import gather
@@ -74,3 +74,15 @@ def test_no_exchange_is_larger_than_a_portion(monkeypatch):
     for whole, sizes in all_ranks(2, lambda coordinator: _gathered(model, coordinator)):
         assert_same_bits(whole, _weights(model))
         assert len(sizes) == 1 + 8
+
+
+def test_what_no_rank_holds_is_not_made_up():
+    """As under an engine that describes its state as of more ranks than there are."""
+
+    def gathered(coordinator):
+        torch.manual_seed(0)
+        state = TensorState({"model": nn.Linear(64, 64)}, {}, rank=0, world_size=2)
+        return dict(full_tensors(state, coordinator))
+
+    (error,) = on_ranks(1, gathered)
+    assert str(error).startswith("ranks hold 0 of the 64 elements of 'model.bias', each to be counted once; ")

@@ -185,15 +185,13 @@ def _layouts(source: Source, file: Path) -> dict[str, Layout]:
 
 def _read_index(index: Path) -> dict[str, str]:
     """Read which file each tensor is in; nothing outside the folder is ever named."""
+    if not index.is_file():
+        raise CheckpointCorrupted(f"{str(index)!r} is no regular file.")
     with index.open("rb") as file:
         raw = file.read(_MOST_INDEX_BYTES + 1)
     if len(raw) > _MOST_INDEX_BYTES:
         raise CheckpointCorrupted(f"{str(index)!r} is longer than any index of weights.")
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorrupted(f"{str(index)!r} is no JSON: {error}.") from error
-    names = Fields(content, f"the index {str(index)!r}").texts("weight_map")
+    names = Fields.from_json(raw, f"the index {str(index)!r}").texts("weight_map")
     for tensor, name in names.items():
         check_inside(name, f"{str(index)!r} says that {tensor!r}")
     return names

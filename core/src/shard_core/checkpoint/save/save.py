@@ -82,7 +82,7 @@ class ShardedSave:
             announcements = on_all_ranks(self._coordinator, self._doing, begin)
         except CollectiveError:
             raise  # others may have heard all, and write
-        except ShardError:
+        except BaseException:
             self.abandon()
             raise
         self.agree(announcements)
@@ -141,7 +141,7 @@ class ShardedSave:
             self._digests = on_all_ranks(self._coordinator, self._doing, write)
         except CollectiveError:
             raise
-        except ShardError:
+        except BaseException:
             self._abort()
             raise
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.checkpoint.storage.batches import batched
+from shard_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shard_core.checkpoint.state.training_state import TrainingState
@@ -51,15 +52,21 @@ def full_tensors(
         mine = {key: [(at, view.detach().to("cpu", copy=True)) for at, view in local.get(key, ())] for key in keys}
         gathered = coordinator.gather_objects(mine)
         for key in keys:
-            whole = _joined(*known[key], [piece for theirs in gathered for piece in theirs[key]])
+            whole = _joined(key, *known[key], [piece for theirs in gathered for piece in theirs[key]])
             for name in (key, *tied.get(key, ())):
                 yield name, whole
 
 
 def _joined(
-    shape: tuple[int, ...], dtype: torch.dtype, pieces: list[tuple[tuple[int, ...], torch.Tensor]]
+    key: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[tuple[tuple[int, ...], torch.Tensor]]
 ) -> torch.Tensor:
     whole = torch.empty(shape, dtype=dtype)
+    given = sum(piece.numel() for _, piece in pieces)
+    if given != whole.numel():
+        raise CheckpointError(
+            f"ranks hold {given} of the {whole.numel()} elements of {key!r}, each to be counted once; the strategy's "
+            "engine_state() must give all of a tensor, each part of it on one rank to write."
+        )
     for offsets, piece in pieces:
         whole[tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))] = piece
     return whole
