@@ -11,6 +11,7 @@ import torch
 from shard_core.checkpoint.interface import CheckpointIO
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
 from shard_core.collectives.interface import Collectives
+from shard_core.collectives.same_options import check_same_options
 from shard_core.data import DrawnRounds
 from shard_core.errors import BrokenBackend, InvalidOption, LaunchError, MissingCapability, nearest
 from shard_core.launcher.choice import choose_launcher
@@ -21,7 +22,6 @@ from shard_core.options import check_names, options_of
 from shard_core.precision.build import build_precision
 from shard_core.randomness import seed_everything
 from shard_core.run_options import RunOptions
-from shard_core.strategy.agreement import check_same_options
 from shard_core.strategy.async_saves import AsyncSaves
 from shard_core.strategy.engine import Engine
 from shard_core.strategy.placement import Placement
