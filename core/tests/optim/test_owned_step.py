@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shard_core.errors import BrokenBackend
 from shard_core.optim.owned_step import owned_step
 
 KINDS = {
@@ -57,4 +58,11 @@ def test_groups_are_whole_again_after_a_step_that_fails():
     optimizer.param_groups[0]["lr"] = None
     with pytest.raises(TypeError), owned_step(optimizer, lambda parameter: parameter.dim() == 2):
         optimizer.step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+
+
+def test_a_closure_is_refused_that_would_see_some_parameters_only():
+    _, optimizer = built("sgd")
+    with owned_step(optimizer, lambda _: True), pytest.raises(BrokenBackend, match="leave CLOSURE out"):
+        optimizer.step(lambda: torch.zeros(()))
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from shard_core.errors import BrokenBackend
 from shard_core.optim.kernels import inside_step
 
 if TYPE_CHECKING:
@@ -20,8 +21,12 @@ def owned_step(optimizer: torch.optim.Optimizer, owned: Callable[[torch.Tensor],
     caller's to bring to the other ranks.
 
     Args:
-        optimizer: The user's. Inside, call ``step`` once, without a closure: it would see some parameters only.
+        optimizer: The user's. Inside, call ``step`` once, without a closure: it would see some parameters only, and
+            in its second evaluation those of others as they were. An engine that leaves it so does not declare CLOSURE.
         owned: Returns whether this rank steps a parameter.
+
+    Raises:
+        BrokenBackend: In ``step``, if it is given a closure all the same.
 
     Example:
         >>> import torch
@@ -35,7 +40,12 @@ def owned_step(optimizer: torch.optim.Optimizer, owned: Callable[[torch.Tensor],
     """
     whole: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
-    def enter(*_: object) -> None:
+    def enter(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if any(each is not None for each in (*args[1:], kwargs.get("closure"))):  # the first is the optimizer
+            raise BrokenBackend(
+                "owned_step() was left to a step with a closure, which would see this rank's parameters alone; step "
+                "whole groups then, or leave CLOSURE out of the strategy's capabilities."
+            )
         for group in optimizer.param_groups:
             whole.append((group, group["params"]))
             group["params"] = [parameter for parameter in group["params"] if owned(parameter)]

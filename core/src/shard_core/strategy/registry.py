@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from shard_core.errors import SetupError
+import torch
+
+from shard_core.errors import InvalidOption, SetupError
 from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
@@ -149,8 +150,11 @@ class Registry:
         """Find the module an optimizer was set up with.
 
         Raises:
+            InvalidOption: If it is no optimizer.
             SetupError: If it was set up with none.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidOption(f"optimizer is a {type(optimizer).__name__}; give the torch optimizer first.")
         for known in self._modules:
             if optimizer in known.optimizers:
                 return known
