@@ -13,7 +13,8 @@ from torch import nn
 
 from shard_core import get_strategy
 from shard_core._versions import has_hooks
-from shard_core.errors import SetupError
+from shard_core.errors import InvalidOption, SetupError
+from shard_core.strategies.plugin import DDP
 from shard_core.testing import models, oracle
 from shard_core.testing.strategy_under_test import Subject
 from shard_core.testing.suites.training.runs import assert_like, plainly, train
@@ -387,3 +388,10 @@ def past_the_strategy(how: str) -> str:
 def test_gradients_that_were_left_on_their_rank_are_not_stepped_with(worlds: Any, how: str) -> None:
     for message in worlds(2).run(past_the_strategy, how):
         assert ("strategy.backward(loss, model)" if how == "loss.backward" else "require_backward_grad_sync") in message
+
+
+@pytest.mark.parametrize("word", DDP.refused)
+def test_words_from_elsewhere_are_answered(word: str) -> None:
+    with pytest.raises(InvalidOption) as error:
+        get_strategy("ddp", **{word: 1})
+    assert str(error.value) == f"strategy 'ddp' takes no {word!r}: {DDP.refused[word]}."

@@ -10,6 +10,7 @@ from torch import nn
 
 from shard_core import CollectiveError, InvalidOption, SetupError, get_strategy
 from shard_core.testing import models, oracle, set_up, train_under, whole_weights
+from shard_tp.plugin import TP
 
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 16, 8, 5
 
@@ -334,3 +335,10 @@ def test_what_is_whole_everywhere_is_averaged_though_a_deferred_micro_batch_alon
         assert found == pytest.approx(norm, rel=1e-5)
         for name, expected in model.state_dict().items():
             torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("word", TP.refused)
+def test_words_from_elsewhere_are_answered(word: str) -> None:
+    with pytest.raises(InvalidOption) as error:
+        get_strategy("tp", **{word: 1})
+    assert str(error.value) == f"strategy 'tp' takes no {word!r}: {TP.refused[word]}."

@@ -40,6 +40,24 @@ SINGLE = StrategyInfo(
     known_as={"single_device": "it is 'single' here"},
 )
 
+#: Keywords of torch's wrapper, and of strategies and loops elsewhere.
+_REFUSED = {
+    **dict.fromkeys(
+        ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"),
+        "gradients are averaged in full precision, which is what makes results those of one process; precision= and "
+        "no_backward_sync save traffic",
+    ),
+    "accumulate_grad_batches": "the loop accumulates, with no_backward_sync",
+    "device_ids": "a rank's device follows from accelerator, devices and parallel_devices",
+    "device_mesh": "all ranks average with one another; strategies 'hsdp' and 'tp' have meshes",
+    "gradient_clip_val": "the loop clips, with clip_gradients_norm",
+    "mixed_precision": "the argument is called precision, such as precision='bf16-mixed'",
+    "precision_plugin": "the argument is called precision",
+    "process_group": "a group of some ranks would leave out the others, whose checkpoints and norms count",
+    "start_method": "launch() starts ranks as new processes",
+    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) does it, before setup",
+}
+
 DDP = StrategyInfo(
     name="ddp",
     summary="a whole copy of the model on every rank, gradients averaged while backward runs",
@@ -48,6 +66,7 @@ DDP = StrategyInfo(
     precisions=_PRECISIONS,
     devices=("cpu", "cuda"),
     options=options_of(DDPConfig),
+    refused=_REFUSED,
     known_as={
         **dict.fromkeys(
             ("ddp_spawn", "ddp_fork", "ddp_notebook"),

@@ -151,7 +151,7 @@ def _state_dict(
 
 
 class PartialStateDict:
-    """Refuses ``state_dict`` where it would hold nothing in place of a parameter's values.
+    """Refuses ``state_dict``, and to load one, where there is nothing in place of a parameter's values.
 
     Parts pass, DTensors or flat ones: loaded into the same module, they restore what was there.
 
@@ -173,6 +173,8 @@ class PartialStateDict:
             if _first_emptied(part, shapes) is not None:
                 check = functools.partial(_check, strategy, shapes)
                 self._handles.append(part.register_state_dict_pre_hook(check))
+                check_load = functools.partial(_check_load, strategy, shapes)
+                self._handles.append(part.register_load_state_dict_pre_hook(check_load))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -190,6 +192,22 @@ def _check(
             f"state_dict() would give {prefix + emptied!r} as this rank holds it under strategy {strategy!r}, in the "
             f"shape {_shapes(module)[emptied]} and not {shapes[emptied]}; let every rank call "
             "strategy.module_state_dict(model), which gives rank 0 whole tensors, or strategy.save_checkpoint()."
+        )
+
+
+def _check_load(
+    strategy: str,
+    shapes: dict[str, tuple[int, ...]],
+    module: torch.nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_: object,
+) -> None:
+    emptied = _first_emptied(module, shapes)
+    if emptied is not None and prefix + emptied in state_dict:
+        raise SetupError(
+            f"load_state_dict() was given {prefix + emptied!r}, which strategy {strategy!r} keeps in parts that it "
+            "alone can fill; load it before setup, or let every rank call strategy.load_weights() or load_checkpoint()."
         )
 
 

@@ -24,6 +24,18 @@ _CAPABILITIES = frozenset(
     }
 )
 
+#: Keywords of torch's own functions, and of strategies elsewhere.
+_REFUSED = {
+    "device_mesh": "the mesh has the axes data and tensor, whose sizes are data_parallel_size and tensor_parallel_size",
+    "limit_all_gathers": "memory is bounded without it",
+    "parallelize_plan": "the option is called plan",
+    "process_group": "a group of some ranks would leave out the others, whose checkpoints and norms count",
+    "state_dict_type": "the option is called save_distributed_checkpoint; save_checkpoint takes state_dict_type, too",
+    "sync_module_states": "all ranks start from rank 0's values in any case",
+    "tp_mesh": "the mesh has the axes data and tensor, whose sizes are data_parallel_size and tensor_parallel_size",
+    "use_orig_params": "every parameter keeps its own name in any case",
+}
+
 TP = StrategyInfo(
     name="tp",
     summary="layers split over tensor-parallel ranks, all else sharded over data-parallel ranks, on one mesh",
@@ -32,6 +44,7 @@ TP = StrategyInfo(
     precisions=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
     devices=("cpu", "cuda"),
     options=options_of(TPConfig),
+    refused=_REFUSED,
     known_as=dict.fromkeys(
         ("model_parallel", "tensor_parallel"), "it is 'tp' here, over fully sharded data parallelism"
     ),

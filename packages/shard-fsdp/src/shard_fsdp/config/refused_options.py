@@ -54,16 +54,25 @@ class SingleValuedOptions:
 
 #: Keywords of torch's ``FullyShardedDataParallel`` and ``fully_shard``, and of strategies elsewhere.
 REFUSED: Final[Mapping[str, str]] = {
+    "buffer_dtype": "it is a field of mixed_precision; precision= decides unless that is given",
+    "compute_device": "a rank's device follows from accelerator, devices and parallel_devices",
+    "compute_dtype": "mixed_precision has it, or precision='bf16-mixed'",
     "device_id": "a rank's device follows from accelerator, devices and parallel_devices",
     "dp_mesh_dims": "device_mesh has the axes replicate and shard; strategy 'tp' has an axis for tensor parallelism",
+    "flatten_parameters": "every parameter is sharded by itself and keeps its name",
+    "fp32_reduce_scatter": "mixed_precision has the dtype gradients are reduced in",
     "ignored_params": "the option is called ignored_states",
     "mesh": "the option is called device_mesh",
+    "min_num_params": "units are found by bytes, with the option unit_bytes",
+    "move_params_to_cpu": "the option is called cpu_offload",
     "mp_policy": "the option is called mixed_precision",
     "offload_policy": "the option is called cpu_offload",
     "precision_plugin": "the argument is called precision",
     "process_group": "a group of some ranks would leave out the others, whose checkpoints and norms count; say with "
     "device_mesh how all ranks are arranged",
     "shard_placement_fn": "every parameter is sharded along its first dimension",
+    "sequential_save": "ranks write their parts side by side; the form of checkpoints is state_dict_type",
+    "state_dict_device": "tensors are read and written one at a time, so they need no other device",
     "state_dict_config": "tensors are read and written one at a time, so there is nothing to offload; the form of "
     "checkpoints is state_dict_type",
 }
