@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+    from torch.utils.hooks import RemovableHandle
 
     from shard_core.collectives.interface import Collectives
 
@@ -181,6 +182,28 @@ def graph_nodes(loss: torch.Tensor) -> Iterator[Node]:
             if other not in seen:
                 seen[other] = None
                 nodes.append(other)
+
+
+def on_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> RemovableHandle:
+    """Register a hook on a parameter's gradient, be it trained or not.
+
+    Args:
+        parameter: A leaf, of a dtype that may have gradients.
+        hook: Called with the parameter each time a gradient has been added.
+
+    Returns:
+        What removes the hook.
+    """
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trained)
+    return handle
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's dtype may have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def check_used_alike(used: Sequence[tuple[str, bool]], collectives: Collectives) -> None:

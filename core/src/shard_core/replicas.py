@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.initialization.recording import is_recorded
 
 
@@ -39,12 +40,9 @@ class AveragedGradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, at_end: bool = False) -> None:
         self.deferred = False
-        self._parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
+        self._parameters = [each for each in parameters if is_differentiable(each)]
         for parameter in () if at_end else self._parameters:
-            trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
-            parameter.register_post_accumulate_grad_hook(self._average)
-            parameter.requires_grad_(trained)
+            on_gradient(parameter, self._average)
 
     def end_backward(self) -> None:
         """Average what this backward and deferred ones have left, unless it is deferred, too; every rank calls this."""

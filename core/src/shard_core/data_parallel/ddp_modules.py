@@ -16,14 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shard_core.data.transfer import move
 from shard_core.errors import SetupError
-from shard_core.gradients import graph_nodes
+from shard_core.gradients import graph_nodes, is_differentiable, on_gradient
 from shard_core.parameters import plain_name
 from shard_core.replicas import average_gradients, send_values
 from shard_core.structures import is_nested
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
-    from torch.utils.hooks import RemovableHandle
 
 
 class DDPModules:
@@ -87,21 +86,20 @@ class DDPModules:
         Raises:
             SetupError: If the loss has left out parameters that the wrapper waits for.
         """
+        for replica in self._replicas.values():
+            replica.reached.clear()
         replicas, named = list(self._replicas.values()), self._replicas.get(module)
         ready = _passed(loss, [replica for replica in replicas if replica.sends], named)
-        with contextlib.ExitStack() as running:
-            for replica in replicas:
-                running.enter_context(replica.backward())
-            for replica in ready:
-                loss = replica.get_ready(loss)
-            loss.backward(**kwargs)
-            for replica in replicas:
-                if replica in ready:
-                    replica.finish()
-                # Other ranks' losses may have reached what this one's has not.
-                elif replica.reached or replica is named or replica.waits:
-                    replica.average()
-                replica.waits = not replica.synced
+        for replica in ready:
+            loss = replica.get_ready(loss)
+        loss.backward(**kwargs)
+        for replica in replicas:
+            if replica in ready:
+                replica.finish()
+            # Other ranks' losses may have reached what this one's has not.
+            elif replica.reached or replica is named or replica.waits:
+                replica.average()
+            replica.waits = not replica.synced
 
     def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient is still deferred of what an optimizer steps.
@@ -147,7 +145,7 @@ class _Replica:
     """
 
     def __init__(self, module: nn.Module, wrapped: nn.Module, device: torch.device, *, may_leave_out: bool) -> None:
-        named = {plain_name(name): p for name, p in module.named_parameters() if _differentiable(p)}
+        named = {plain_name(name): p for name, p in module.named_parameters() if is_differentiable(p)}
         self.parameters = list(named.values())
         self.trained = {name: p for name, p in named.items() if p.requires_grad}
         self.reached: set[torch.Tensor] = set()
@@ -161,8 +159,7 @@ class _Replica:
         self._graph: frozenset[torch.Tensor] | None = None
         self._wrapper = weakref.ref(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
         self._forwards: list[bool] = []
-        self._running = False
-        self._hooks: list[RemovableHandle] = [_on_gradient(each, self._reach) for each in self.parameters]
+        self._hooks = [on_gradient(each, self.reached.add) for each in self.parameters]
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.register_forward_pre_hook(self._begin_forward)
             wrapped.register_forward_hook(self._end_forward, always_call=True)
@@ -197,24 +194,6 @@ class _Replica:
         if not wrapper.static_graph:
             return bool(wrapper.require_backward_grad_sync)
         return self._graph is None or (wrapper.require_backward_grad_sync and bool(self._graph))
-
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """Note what the backward inside comes to; one that nothing would average is refused anywhere else."""
-        self.reached.clear()
-        self._running = True
-        try:
-            yield
-        finally:
-            self._running = False
-
-    def _reach(self, parameter: torch.Tensor) -> None:
-        if not self._running:
-            raise SetupError(
-                "loss.backward() would leave gradients on their rank, and replicas would drift apart; call "
-                "strategy.backward(loss, model), which averages them."
-            )
-        self.reached.add(parameter)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -344,19 +323,6 @@ def _tensors(data: Any) -> Iterator[torch.Tensor]:
             data = vars(data)
         for each in data.values() if isinstance(data, Mapping) else data:
             yield from _tensors(each)
-
-
-def _differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _on_gradient(parameter: nn.Parameter, hook: Any) -> RemovableHandle:
-    """Register a hook on a parameter's gradient, be it trained or not."""
-    trained = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(trained)
-    return handle
 
 
 def _forward_of(module: nn.Module, device: torch.device) -> Any:

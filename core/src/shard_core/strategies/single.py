@@ -39,6 +39,7 @@ class SingleStrategy(TorchEngine, Strategy):
     default_info = SINGLE
     config_type = SingleConfig
     config: SingleConfig
+    engine_minds_plain_backward = True
     engine_collectives_types = {"single": SingleCollectives}
     engine_backward_keywords = ("gradient", "retain_graph", "create_graph", "inputs")
 

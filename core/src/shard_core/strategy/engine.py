@@ -69,6 +69,10 @@ class Engine(abc.ABC):
     #: What users may name as ``collectives``, and the class of each; the first is the default.
     engine_collectives_types: ClassVar[Mapping[str, type[Collectives]]] = {"process_group": ProcessGroupCollectives}
 
+    #: Whether ``loss.backward()``, past the strategy, is right or refused by what the engine does itself. Elsewhere
+    #: core refuses it: gradients that ``engine_backward`` alone averages would stay on their rank.
+    engine_minds_plain_backward: ClassVar[bool] = False
+
     #: Keywords of ``Tensor.backward`` that ``engine_backward`` honours; others are refused by name.
     engine_backward_keywords: ClassVar[Sequence[str]] = ("gradient", "retain_graph")
 

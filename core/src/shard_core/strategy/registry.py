@@ -37,7 +37,7 @@ class SetUpModule:
         layer_calls: How its parts ran before setup.
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
-        hooks: Those on the optimizers.
+        hooks: Those on its parameters and the optimizers.
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.

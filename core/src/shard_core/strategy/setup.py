@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,6 +13,7 @@ from shard_core._versions import is_compiled
 from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
+from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
@@ -24,11 +25,16 @@ from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 from shard_core.strategy.quantization import refuse_quantized
 from shard_core.strategy.registry import SetUpModule
 
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
 T = TypeVar("T")
 
 
 class StrategySetup(StrategyLifecycle):
     """Sets up modules, optimizers and data loaders."""
+
+    _in_backward = False
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -227,13 +233,29 @@ class StrategySetup(StrategyLifecycle):
                 layer_calls=calls,
                 forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
                 optimizers={optimizer: Accumulation() for optimizer in optimizers},
-                hooks=[each.register_load_state_dict_post_hook(self._lay_out_state) for each in optimizers],
+                hooks=[
+                    *(each.register_load_state_dict_post_hook(self._lay_out_state) for each in optimizers),
+                    *self._guard_backwards(module),
+                ],
                 untrained=untrained,
                 frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
                 dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
             )
         )
         return called
+
+    def _guard_backwards(self, module: torch.nn.Module) -> list[RemovableHandle]:
+        if type(self).engine_minds_plain_backward:
+            return []
+        return [on_gradient(each, self._check_backward) for each in module.parameters() if is_differentiable(each)]
+
+    def _check_backward(self, parameter: torch.Tensor) -> None:
+        del parameter
+        if not self._in_backward:
+            raise SetupError(
+                "loss.backward() would leave gradients on their rank, and replicas would drift apart; call "
+                "strategy.backward(loss, model), which averages them."
+            )
 
     def _lay_out_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut whole tensors that ``optimizer.load_state_dict`` was given, as setup does with what is there already."""

@@ -107,7 +107,11 @@ class StrategyStep(StrategySetup):
             accumulation.reset_if_discarded(parameters)
             accumulation.add(denominator, factor)
         self._registry.note_backward()
-        self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
+        self._in_backward = True
+        try:
+            self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
+        finally:
+            self._in_backward = False
         for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
             accumulation.note_gradients(parameters)
 

@@ -39,6 +39,7 @@ class DeepSpeedStrategy(Strategy):
     default_info = DEEPSPEED
     config_type = DeepSpeedConfig
     config: DeepSpeedConfig
+    engine_minds_plain_backward = True
     _zero: dict[torch.nn.Module, ZeroModule]
     _environment: contextlib.ExitStack
     _stepping: torch.optim.Optimizer | None = None

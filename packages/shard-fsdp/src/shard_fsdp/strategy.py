@@ -48,6 +48,7 @@ class FSDPStrategy(TorchEngine, Strategy):
     default_info = FSDP
     config_type = FSDPConfig
     config: FSDPConfig
+    engine_minds_plain_backward = True
     _sharding: FullySharder
     _by_hand: ManualUnits
 

@@ -44,6 +44,7 @@ class TPStrategy(TorchEngine, Strategy):
     default_info = TP
     config_type = TPConfig
     config: TPConfig
+    engine_minds_plain_backward = True
     _sharding: FullySharder
     _consistency: ConsistencyCheck
     _modules: weakref.WeakSet[torch.nn.Module]

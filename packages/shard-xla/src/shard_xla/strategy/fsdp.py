@@ -57,6 +57,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
     default_info = FSDP
     config_type = XLAFSDPConfig
     config: XLAFSDPConfig
+    engine_minds_plain_backward = True
     engine_collectives_types = {"host": ProcessGroupCollectives}
     _sharded: weakref.WeakKeyDictionary[torch.nn.Module, _Sharded]
     _watch: RecompilationWatch

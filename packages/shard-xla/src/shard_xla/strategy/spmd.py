@@ -41,6 +41,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     default_info = SPMD
     config_type = XLASPMDConfig
     config: XLASPMDConfig
+    engine_minds_plain_backward = True
     engine_collectives_types = {"single": SingleCollectives}  # devices communicate inside the compiled graph
     engine_keeps_torch_tensors = False  # a copy of a tensor would be on one device
     _tensors: weakref.WeakKeyDictionary[torch.nn.Module, ModuleTensors]
