@@ -14,8 +14,8 @@ from shard_core import plugins
 EXAMPLE = ROOT / "docs" / "examples" / "train_gpt.py"
 STEPS, MICRO_BATCHES = 3, 4
 INSTALLED = [each for each in plugins.installed() if each.info is not None and not each.problem]
-#: Whole copies and flat shards; torch's own have test_single_file_gpt.py, and all others wait for the long run.
-ALWAYS = ("single", "ddp", "deepspeed_stage_3")
+#: Whole copies; shards have test_single_file_gpt.py, and all others wait for the long run.
+ALWAYS = ("single", "ddp")
 
 
 @functools.cache

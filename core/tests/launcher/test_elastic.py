@@ -100,7 +100,10 @@ def test_first_failure_ends_the_launch_in_seconds(how, message, tmp_path, capfd)
     assert "Connection closed" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("rank", "how", "gone"), [(1, "exit", "rank 1 (called sys.exit(0))"), (0, "return", "rank 0")])
+@pytest.mark.parametrize(
+    ("rank", "how", "gone"),
+    [pytest.param(1, "exit", "rank 1 (called sys.exit(0))", marks=pytest.mark.long), (0, "return", "rank 0")],
+)
 def test_a_rank_that_waits_for_one_that_has_finished_fails_in_seconds(rank, how, gone):
     begin = time.monotonic()
     with pytest.raises(RankFailed) as caught:
@@ -184,7 +187,12 @@ def test_unguarded_script_gets_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -9)]
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.long),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_no_rank_outlives_its_launcher(number, status, tmp_path):
     script = tmp_path / "script.py"

@@ -118,7 +118,7 @@ def test_a_first_save_fails_at_any_request_and_leaves_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:an old checkpoint stays", "ignore:no old checkpoint was removed")
-@pytest.mark.parametrize("mode", ["before", "gone"])
+@pytest.mark.parametrize("mode", ["before", pytest.param("gone", marks=pytest.mark.long)])
 def test_what_goes_wrong_while_old_checkpoints_are_removed_does_not_fail_the_save(mode):
     request, triggered = 0, True
     while triggered:

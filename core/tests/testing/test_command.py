@@ -76,6 +76,7 @@ def test_promises_are_listed():
     assert any(line.startswith("training.averages_gradients: ") for line in lines)
 
 
+@pytest.mark.long
 def test_a_log_shows_signs_of_life():
     done = kit("single", "--world-sizes", "1", "--promise", "trains_like_plain_pytorch")
     assert "cases judged, next: trains_like_plain_pytorch" in done.stderr
@@ -116,6 +117,7 @@ def test_an_undeclared_ability_that_is_refused_is_no_fault(doubtful):
     ]
 
 
+@pytest.mark.long
 def test_the_table_tells_what_was_promised_found_and_is_usually_wrong(doubtful):
     done = kit("doubtful", "--promise", "averages_gradients", "-v", COLUMNS="200", **doubtful)
     assert done.returncode == 1

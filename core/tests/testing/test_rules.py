@@ -181,7 +181,14 @@ EXCHANGED = {
 }
 
 
-@pytest.mark.parametrize(("text", "sentence"), EXCHANGED.values(), ids=EXCHANGED)
+#: These are noticed after ranks have started.
+SLOW = ("exchanged later", "marked module")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [pytest.param(*each, id=way, marks=[pytest.mark.long] if way in SLOW else []) for way, each in EXCHANGED.items()],
+)
 def test_a_promise_stays_what_it_is(judge, text, sentence):
     result = judge(text, "-k", "barrier_waits or version_range")
     assert result.ret in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)

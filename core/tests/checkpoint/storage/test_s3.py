@@ -249,6 +249,7 @@ def _killed(s3: dict[str, Any], stride: int, seconds: float) -> list[str]:
     return left
 
 
+@pytest.mark.long
 def test_a_save_killed_at_some_requests_leaves_the_old_or_the_new_checkpoint(s3: dict[str, Any]) -> None:
     left = _killed(s3, 6, 200)
     assert len(left) > 3
