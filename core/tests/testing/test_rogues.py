@@ -214,6 +214,7 @@ def test_is_found_out_by_the_promise_that_names_its_fault(rogue: str, outcomes: 
     _assert_found_out(outcomes[rogue], ROGUES[rogue].promise)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(_SECONDS)
 @pytest.mark.parametrize("rogue", ["honest"])
 def test_is_judged_by_what_it_does(rogue: str, outcomes: dict[str, dict[str, str]]) -> None:
