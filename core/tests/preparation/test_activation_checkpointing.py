@@ -163,6 +163,7 @@ def averaged(chosen: Any) -> dict[str, torch.Tensor]:
             model.eval()
             model(first)
             model.train()
+            model[0][0].norm.train(step > 0)  # as who freezes statistics at first
             loss = (model(first) * model(second)).sum()
             if not isinstance(chosen, dict):  # what torch keeps by a policy is for one backward
                 strategy.backward(loss * 0, model, retain_graph=True)

@@ -11,16 +11,20 @@ from torch import nn
 
 from shard_core.parameters import local_part
 
+#: Which parts of a layer train.
+_Modes = tuple[bool, ...]
+
 
 class RecomputedBuffers:
     """Runs layers again as they ran before: with the buffers of then, and without a trace in those of now.
 
     Running statistics of batch normalisation would be updated twice a step, and what reads a buffer that it changes
-    would compute with another one. Which buffers a layer changes is found out in its first forward in training.
+    would compute with another one. Which buffers a layer changes is found out in its first forward, and again when
+    parts of it are set to train or to evaluate.
     """
 
     def __init__(self) -> None:
-        self._changing: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._changing: weakref.WeakKeyDictionary[nn.Module, dict[_Modes, frozenset[str]]] = weakref.WeakKeyDictionary()
 
     def contexts(
         self, layer: nn.Module
@@ -35,7 +39,9 @@ class RecomputedBuffers:
 
     @contextlib.contextmanager
     def _forward(self, layer: nn.Module, before: dict[str, torch.Tensor]) -> Iterator[None]:
-        known = self._changing.get(layer) if layer.training else frozenset()
+        modes = tuple(part.training for part in layer.modules())
+        changing = self._changing.setdefault(layer, {})
+        known = changing.get(modes)
         before.update(
             (name, buffer.detach().clone()) for name, buffer in layer.named_buffers() if known is None or name in known
         )
@@ -45,7 +51,7 @@ class RecomputedBuffers:
             same = [name for name in before if torch.equal(local_part(before[name]), local_part(now[name]))]
             for name in same:
                 del before[name]
-            self._changing[layer] = frozenset(before)
+            changing[modes] = frozenset(before)
 
 
 class _Recomputation(contextlib.AbstractContextManager[None]):
