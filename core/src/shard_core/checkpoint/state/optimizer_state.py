@@ -173,9 +173,17 @@ class OptimizerTensors:
     def _sources(self, records: Sequence[OptimizerRecord]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield each group and the hyper-parameters that it gets."""
         saved = {name: group for record in records for group in record.groups for name in group["params"]}
-        for names, group in zip(self._groups, self._optimizer.param_groups, strict=True):
-            source = next((saved[name] for name in names if name in saved), {})
+        empty = self._empty_groups(records)
+        for place, (names, group) in enumerate(zip(self._groups, self._optimizer.param_groups, strict=True)):
+            source = next((saved[name] for name in names if name in saved), {} if names else empty.get(place, {}))
             yield group, {key: value for key, value in source.items() if key not in _NAMES | KERNEL_CHOICES}
+
+    def _empty_groups(self, records: Sequence[OptimizerRecord]) -> dict[int, Mapping[str, Any]]:
+        """Return by place the groups without parameters that the checkpoint has of this optimizer, if as many."""
+        own = {name for names in self._groups for name in names}
+        like = [each for each in records if len(each.groups) == len(self._groups) and own.intersection(each.names)]
+        groups = enumerate(like[0].groups) if len(like) == 1 else ()
+        return {place: group for place, group in groups if not group["params"]}
 
     @contextlib.contextmanager
     def _refusing(self, what: str, value: Any) -> Iterator[None]:
