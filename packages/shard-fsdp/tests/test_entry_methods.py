@@ -120,3 +120,47 @@ def fails_inside() -> list[float]:
 def test_a_method_that_failed_can_be_called_again(worlds: Any) -> None:
     first, second = worlds(2).run(fails_inside)
     assert first == second
+
+
+class Scaled(nn.Module):
+    """Reads a list and a dict of parameters, which are never called themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.full((4,), 1.0 + number)) for number in range(2))
+        self.shifts = nn.ParameterDict({"first": nn.Parameter(torch.linspace(0, 1, 4))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x * self.scales[0] * self.scales[1] + self.shifts["first"])
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scaled()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(x)
+
+
+def listed(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with get_strategy("fsdp", **options) as strategy:
+        model = Holder()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        strategy.backward(model.loss(data(strategy.global_rank)), model)
+        strategy.optimizer_step(optimizer)
+        return {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+@pytest.mark.parametrize("options", [{}, {"unit_bytes": 1}], ids=["root", "units"])
+def test_a_method_reads_lists_of_parameters(worlds: Any, options: dict[str, Any]) -> None:
+    plain = Holder()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    torch.stack([plain.loss(data(rank)) for rank in range(2)]).mean().backward()
+    optimizer.step()
+    for weights in worlds(2).run(listed, options):
+        for name, tensor in plain.state_dict().items():
+            assert torch.allclose(weights[name], tensor), name

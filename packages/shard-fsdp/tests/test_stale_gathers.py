@@ -120,3 +120,46 @@ def test_weights_that_change_after_a_look_are_what_trains(
     for _, weights in runs:
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-7, msg=name)
+
+
+def between(options: dict[str, Any], change: str) -> dict[str, torch.Tensor]:
+    """Change something by hand between a forward and its backward."""
+    with get_strategy("fsdp", **options) as strategy:
+        model, optimizer = build()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        shares = [x.tensor_split(strategy.world_size)[strategy.global_rank] for x in batches()]
+        strategy.backward(model(shares[0]), model)
+        loss = model(shares[1])
+        CHANGES[change](model)
+        strategy.backward(loss, model)
+        strategy.optimizer_step(optimizer)
+        return {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+def _halve(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "zero": lambda model: model.zero_grad(),
+    "zero in place": lambda model: model.zero_grad(set_to_none=False),
+    "zero a layer": lambda model: model.head.zero_grad(),
+    "halve": _halve,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"unit_bytes": 1}], ids=["root", "units"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_between_forward_and_backward_is_changed(
+    worlds: Any, change: str, options: dict[str, Any]
+) -> None:
+    model, optimizer = build()
+    model(batches()[0]).backward()
+    loss = model(batches()[1])
+    CHANGES[change](model)
+    loss.backward()
+    optimizer.step()
+    for weights in worlds(2).run(between, options, change):
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -61,9 +62,16 @@ class EntryMethods:
             setattr(first, _PASS_ON, self._give_output)
             register_fsdp_forward_method(first, _PASS_ON)
         for part in module.modules():
-            holds = next(part.parameters(recurse=False), None) is not None
+            # A list of parameters is never called itself: whoever reads it holds them.
+            lists = (each for each in part.children() if isinstance(each, nn.ParameterList | nn.ParameterDict))
+            holds = any(next(each.parameters(recurse=False), None) is not None for each in (part, *lists))
             if isinstance(part, FSDPModule) or (holds and not isinstance(part, ParametrizationList)):
                 part.register_forward_pre_hook(self._enter, prepend=True)
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward runs just now."""
+        return self._inside is not None or in_backward()
 
     def _enter(self, part: torch.nn.Module, args: Any) -> None:
         del args

@@ -17,6 +17,7 @@ from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
+from shard_core.fully_shard.named_parameters import list_shards
 from shard_core.gradients import check_used_alike
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
@@ -148,7 +149,8 @@ class FullySharder:
             self._syncs[module] = DeferredSync(module, units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._gradients[module] = DeferredGradients(shards)
-        EntryMethods(module, units)
+        calls = EntryMethods(module, units)
+        list_shards(module, lambda: calls.running)
         NoInferenceMode(module)
         module.register_load_state_dict_pre_hook(_shard_full_tensors)
         return units
