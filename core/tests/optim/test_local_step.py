@@ -223,3 +223,29 @@ def test_a_gradient_that_comes_late_is_stepped_as_torch_does(worlds: Any) -> Non
     for shards, whole in worlds(2).run(late):
         for mine, theirs in zip(shards, whole, strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+def with_a_closure(sharded: bool) -> list[torch.Tensor]:
+    made = parameters(sharded)
+    seen = []
+    optimizer = optim.AdamW(made, lr=0.1)
+
+    def closure() -> None:
+        seen.append(all(optimizer.param_groups[0]["params"][i] is each for i, each in enumerate(made)))
+        fill(made, len(seen))
+
+    for _ in range(2):
+        if sharded:
+            with local_step(optimizer) as outside:
+                optimizer.step(outside(closure))
+        else:
+            optimizer.step(closure)
+    assert seen == [True, True]
+    return [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in made]
+
+
+def test_a_closure_finds_the_optimizer_as_it_is_outside(worlds: Any) -> None:
+    plain = with_a_closure(sharded=False)
+    for stepped in worlds(2).run(with_a_closure, True):
+        for mine, truth in zip(stepped, plain, strict=True):
+            torch.testing.assert_close(mine.detach(), truth)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shard_core.optim.classification import why_not_elementwise
 
@@ -61,6 +62,19 @@ def fastest_kernel(
         if known and why_not_elementwise(optimizer, device, {kernel: True}) is None:
             return {kernel: True}
     return {}
+
+
+def zero_one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """Keep ``zero_grad`` from a kernel that takes either DTensors or plain tensors, where an optimizer holds both.
+
+    Groups keep the setting for their steps; the default that goes is what ``zero_grad`` reads.
+
+    Args:
+        optimizer: The user's, over the module's parameters as setup has left them.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len({isinstance(parameter, DTensor) for parameter in parameters}) > 1:
+        optimizer.defaults.update({kernel: None for kernel in KERNELS if optimizer.defaults.get(kernel)})
 
 
 @contextlib.contextmanager

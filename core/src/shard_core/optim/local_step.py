@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from shard_core.optim.classification import why_not_elementwise
 from shard_core.optim.kernels import can_use_kernel, fastest_kernel, fused_step_counter, inside_step, is_torch_step
 from shard_core.parameters import local_part
 
+Closure = Callable[[], Any]
+
 #: By optimizer: how many groups it had, and its settings while it steps shards; None if it has to step DTensors.
 _decided: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Mapping[str, bool] | None]] = (
     weakref.WeakKeyDictionary()
@@ -22,7 +24,7 @@ _decided: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Mapping[st
 
 
 @contextlib.contextmanager
-def local_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def local_step(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Closure], Closure]]:
     """Set an optimizer to step the local tensors of DTensors; a step inside costs no work on layouts.
 
     This holds for torch's own optimizers that work element by element. If all groups leave both ``fused`` and
@@ -31,18 +33,21 @@ def local_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     or of another kind, steps as ever.
 
     Args:
-        optimizer: The user's. Inside, call ``step`` once, without a closure.
+        optimizer: The user's. Inside, call ``step`` once.
+
+    Yields:
+        What makes of a closure the one to step with: it runs the module, whose parameters are what they are outside.
     """
     groups, settings = _decided.get(optimizer, (0, None))
     if groups != len(optimizer.param_groups):
         settings = _settings_on_shards(optimizer)
         _decided[optimizer] = len(optimizer.param_groups), settings
     if settings is None:
-        yield
+        yield lambda closure: closure
         return
     shards = _Shards(optimizer, settings)
     with inside_step(optimizer, shards.swap_in, shards.swap_out):
-        yield
+        yield shards.outside
 
 
 def _settings_on_shards(optimizer: torch.optim.Optimizer) -> Mapping[str, bool] | None:
@@ -64,6 +69,18 @@ class _Shards:
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]] = []
         self._state: defaultdict[torch.Tensor, Any] | None = None
+
+    def outside(self, closure: Closure) -> Closure:
+        """Wrap a closure, with which torch's optimizers begin a step, to find the optimizer as it is outside of one."""
+
+        def evaluate() -> Any:
+            self.swap_out()
+            try:
+                return closure()
+            finally:
+                self.swap_in()
+
+        return evaluate
 
     @torch.no_grad()
     def swap_in(self, *_: object) -> None:
@@ -92,6 +109,7 @@ class _Shards:
             for slot, value in stepped.pop(shard, {}).items():
                 if value is not before.get(slot):
                     self._optimizer.state[parameter][slot] = _laid_out_like(parameter, value)
+        self._pairs.clear()
 
     def _shard(self, parameter: torch.Tensor) -> torch.Tensor:
         shard, gradient = local_part(parameter), parameter.grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,5 @@ class TorchEngine(Engine):
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer, over plain shards where its parameters are DTensors."""
-        # A closure runs the module, whose parameters are what they are.
-        with local_step(optimizer) if closure is None else contextlib.nullcontext():
-            optimizer.step(closure, **kwargs)
+        with local_step(optimizer) as outside:
+            optimizer.step(None if closure is None else outside(closure), **kwargs)
