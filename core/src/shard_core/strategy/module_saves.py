@@ -173,7 +173,9 @@ class PartialStateDict:
             if _first_emptied(part, shapes) is not None:
                 check = functools.partial(_check, strategy, shapes)
                 self._handles.append(part.register_state_dict_pre_hook(check))
-                check_load = functools.partial(_check_load, strategy, shapes)
+        for part in self._shapes:
+            if any(_first_emptied(each, self._shapes.get(each, {})) is not None for each in part.modules()):
+                check_load = functools.partial(_check_load, strategy, self._shapes)
                 self._handles.append(part.register_load_state_dict_pre_hook(check_load))
 
     def remove(self) -> None:
@@ -197,16 +199,20 @@ def _check(
 
 def _check_load(
     strategy: str,
-    shapes: dict[str, tuple[int, ...]],
+    shapes: Mapping[torch.nn.Module, dict[str, tuple[int, ...]]],
     module: torch.nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     *_: object,
 ) -> None:
-    emptied = _first_emptied(module, shapes)
-    if emptied is not None and prefix + emptied in state_dict:
+    """Refuse before anything is loaded: torch loads part by part."""
+    for name, part in module.named_modules():
+        first = _first_emptied(part, shapes.get(part, {}))
+        emptied = f"{prefix}{name}.{first}" if name else f"{prefix}{first}"
+        if first is None or emptied not in state_dict:
+            continue
         raise SetupError(
-            f"load_state_dict() was given {prefix + emptied!r}, which strategy {strategy!r} keeps in parts that it "
+            f"load_state_dict() was given {emptied!r}, which strategy {strategy!r} keeps in parts that it "
             "alone can fill; load it before setup, or let every rank call strategy.load_weights() or load_checkpoint()."
         )
 

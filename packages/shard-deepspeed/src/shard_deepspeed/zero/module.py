@@ -78,7 +78,18 @@ class ZeroModule:
         Args:
             optimizer: Over the module's parameters.
             names: The names they had before setup.
+
+        Raises:
+            SetupError: If it has made state of parameters that were emptied.
         """
+        for parameter, slots in optimizer.state.items():
+            for slot, value in slots.items():
+                if id(parameter) in self._trained and isinstance(value, torch.Tensor) and not value.numel():
+                    raise SetupError(
+                        f"this {type(optimizer).__name__} has made its state {slot!r} of parameters whose values stage "
+                        "3 has spread over ranks, and there is nothing in it; make the optimizer before setup and give "
+                        "both to setup_module_and_optimizers()."
+                    )
         names.repoint([optimizer], self._module)
         self.adopt(optimizer)
 
