@@ -106,6 +106,28 @@ def test_same_seed_gives_the_same_weights_and_other_masks(worlds: Any) -> None:
     assert not torch.equal(ranks[1][1], ranks[2][1])
 
 
+def masks_after_seeding_again(strategy_name: str) -> Any:
+    with get_strategy(strategy_name) as strategy:
+        strategy.seed_everything(3)
+        strategy.setup_module(nn.Linear(4, 4))
+        strategy.seed_everything(5)
+        mask = nn.functional.dropout(torch.ones(64), 0.5)
+        with strategy.module_init_context():
+            second = nn.Linear(4, 4)
+        return mask, second.weight.detach().clone()
+
+
+def test_ranks_that_are_seeded_again_draw_other_masks_and_the_same_weights(worlds: Any) -> None:
+    torch.manual_seed(5)
+    mask, second = nn.functional.dropout(torch.ones(64), 0.5), nn.Linear(4, 4).weight.detach()
+    first, *others = worlds(3).run(masks_after_seeding_again, "ddp")
+    assert torch.equal(first[0], mask)
+    for rank, (drawn, weights) in enumerate(others):
+        assert not torch.equal(drawn, mask)
+        assert rank == 0 or not torch.equal(drawn, others[0][0])
+        assert torch.equal(weights, second)
+
+
 def frozen_only(strategy_name: str) -> Any:
     with get_strategy(strategy_name) as strategy:
         torch.manual_seed(strategy.global_rank)

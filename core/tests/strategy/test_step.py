@@ -98,12 +98,54 @@ def test_single_takes_what_tensors_take() -> None:
     assert module.bias.grad is None
 
 
-def test_clipping_ends_accumulation() -> None:
+def test_clipping_ends_accumulation_with_denominators() -> None:
     strategy, module, optimizer = ready()
-    strategy.backward(module(INPUT).mean(), module)
+    strategy.backward(module(INPUT).sum(), module, denominator=4)
     strategy.clip_gradients_norm(module, optimizer, 1.0)
     with pytest.raises(SetupError, match=r"backward\(\) after clipping"):
-        strategy.backward(module(INPUT).mean(), module)
+        strategy.backward(module(INPUT).sum(), module, denominator=4)
+
+
+def test_gradients_add_up_after_clipping_as_in_plain_pytorch() -> None:
+    strategy, module, optimizer = ready()
+    truth = copy.deepcopy(module)
+    for factor in (1.0, 3.0):
+        strategy.backward(module(factor * INPUT).mean(), module)
+        norm = strategy.clip_gradients_norm(module, optimizer, 0.1)
+        truth(factor * INPUT).mean().backward()
+        assert norm == pytest.approx(nn.utils.clip_grad_norm_(truth.parameters(), 0.1).item())
+    strategy.optimizer_step(optimizer)
+    torch.optim.SGD(truth.parameters(), lr=0.1).step()
+    assert torch.allclose(module.weight, truth.weight)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp"])
+@pytest.mark.parametrize("owner", ["module", "optimizer"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_denominators_are_zeroed_with_their_gradients(name: str, owner: str, to_none: bool) -> None:
+    torch.manual_seed(0)
+    made = nn.Linear(3, 1)
+    truth = copy.deepcopy(made)
+    with get_strategy(name) as strategy:
+        module, (optimizer,) = strategy.setup_module_and_optimizers(made, [torch.optim.SGD(made.parameters(), lr=0.1)])
+        strategy.backward(module(INPUT).sum(), module, denominator=4)
+        (module if owner == "module" else optimizer).zero_grad(set_to_none=to_none)
+        strategy.backward(module(INPUT).sum(), module, denominator=4)
+        norm = strategy.clip_gradients_norm(module, optimizer, math.inf)
+        truth(INPUT).mean().backward()
+        assert norm == pytest.approx(nn.utils.clip_grad_norm_(truth.parameters(), math.inf).item())
+    assert "zero_grad" not in vars(optimizer)
+    assert "zero_grad" not in vars(made)
+
+
+def test_a_loss_without_a_slope_counts() -> None:
+    strategy, module, optimizer = ready()
+    truth = copy.deepcopy(module)
+    strategy.backward(0 * module(INPUT).sum(), module, denominator=4)
+    strategy.backward(module(INPUT).sum(), module, denominator=4)
+    norm = strategy.clip_gradients_norm(module, optimizer, math.inf)
+    (truth(INPUT).sum() / 8).backward()
+    assert norm == pytest.approx(nn.utils.clip_grad_norm_(truth.parameters(), math.inf).item())
 
 
 def test_gradients_thrown_away_are_forgotten() -> None:
@@ -131,8 +173,7 @@ def test_gradients_thrown_away_inside_no_backward_sync_are_forgotten(name: str, 
             strategy.backward(module(INPUT).sum(), module, denominator=4)
         strategy.backward(module(INPUT).sum(), module, denominator=4)
         norm = strategy.clip_gradients_norm(module, optimizer, math.inf)
-    # Zeros cannot be told from a gradient: their denominator counts.
-    expected = torch.cat([INPUT.mean(0), torch.ones(1)]).norm() * (1 if to_none else 2 / 3)
+    expected = torch.cat([INPUT.mean(0), torch.ones(1)]).norm()
     assert norm.item() == pytest.approx(expected.item())
 
 

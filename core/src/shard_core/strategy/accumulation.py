@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from shard_core.collectives.interface import Collectives
     from shard_core.mesh import DataRanks
     from shard_core.precision.scaler import GradientScaler
+
+
+_ZERO_GRAD = "zero_grad"
 
 
 class Accumulation:
@@ -45,13 +49,14 @@ class Accumulation:
             loss_scale: What the loss was multiplied by.
 
         Raises:
-            SetupError: If the gradients were clipped or unscaled already and not stepped since.
+            SetupError: If the gradients were divided by denominators or unscaled already and not stepped since.
             InvalidOption: If only some micro-batches of a step have a denominator.
         """
-        if self._final:
+        if self._final and (denominator is not None or self.has_denominator or loss_scale != 1.0):
             raise SetupError(
-                "backward() after clipping would mix finished with unfinished gradients; call "
-                "optimizer_step() and zero_grad() first, and clip only after the last micro-batch."
+                "backward() after clipping would mix gradients that are divided by denominators, or unscaled, with "
+                "some that are not yet; call optimizer_step() and zero_grad() first, and clip only after the last "
+                "micro-batch."
             )
         if self._backwards and (self._denominator is None) != (denominator is None):
             raise InvalidOption(
@@ -59,6 +64,7 @@ class Accumulation:
                 "to every backward() of a step, or to none."
             )
         self._backwards += 1
+        self._final = False
         self._loss_scale = loss_scale
         if denominator is not None:
             count = torch.as_tensor(denominator, dtype=torch.float64).detach()
@@ -147,3 +153,34 @@ class Accumulation:
 
 def _has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     return any(parameter.grad is not None for parameter in parameters)
+
+
+class NotedZeroGrad:
+    """What a module or an optimizer has in place of its ``zero_grad``; a copy has its class's again.
+
+    Gradients that are zero need not have been zeroed: a loss may have no slope, and its denominator counts.
+
+    Args:
+        owner: The module or optimizer.
+        note: Called after each ``zero_grad``.
+    """
+
+    def __init__(self, owner: torch.nn.Module | torch.optim.Optimizer, note: Callable[[], None]) -> None:
+        self._owner = owner
+        self._note = note
+        functools.update_wrapper(self, getattr(owner, _ZERO_GRAD))
+        vars(owner)[_ZERO_GRAD] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Zero gradients as the class's method does."""
+        self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # from update_wrapper
+        self._note()
+
+    def remove(self) -> None:
+        """Restore the method of the class."""
+        if vars(self._owner).get(_ZERO_GRAD) is self:
+            del vars(self._owner)[_ZERO_GRAD]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes, in a copy, the method of the copy's class."""
+        return getattr, (self._owner, _ZERO_GRAD)

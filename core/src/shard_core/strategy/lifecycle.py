@@ -20,7 +20,7 @@ from shard_core.launcher.rank_call import report_failure
 from shard_core.mesh import DataRanks
 from shard_core.options import check_names, options_of
 from shard_core.precision.build import build_precision
-from shard_core.randomness import seed_everything
+from shard_core.randomness import seed_data_rank, seed_everything
 from shard_core.run_options import RunOptions
 from shard_core.strategy.async_saves import AsyncSaves
 from shard_core.strategy.engine import Engine
@@ -200,7 +200,9 @@ class StrategyLifecycle(Engine):
         """
         seed_everything(seed)
         if self._placement is not None:
-            self.engine_seed(seed)
+            if len(self._registry):  # before, weights are drawn, and alike; from setup on each data rank has its own
+                seed_data_rank(self._data.rank)
+            self.engine_seed(torch.initial_seed())
 
     @property
     def _place(self) -> Placement:

@@ -9,7 +9,7 @@ import torch
 
 from shard_core.errors import InvalidOption, SetupError
 from shard_core.parameters import plain_name
-from shard_core.strategy.accumulation import Accumulation
+from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,7 +56,7 @@ class SetUpModule:
     layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
-    hooks: list[RemovableHandle]
+    hooks: list[RemovableHandle | NotedZeroGrad]
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
@@ -70,6 +70,11 @@ class SetUpModule:
             yield (parameter for group in optimizer.param_groups for parameter in group["params"]), accumulation
         if not self.optimizers:
             yield self.module.parameters(), self.unstepped
+
+    def note_zeroed(self) -> None:
+        """Forget what the module's gradients still needed: they begin anew."""
+        for _, accumulation in self.accumulations():
+            accumulation.reset()
 
     def check_averaged(self) -> None:
         """Check that gradients have been averaged over ranks, alike whether the engine has deferred that or not.

@@ -15,10 +15,11 @@ from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.optim.classification import why_not_elementwise
+from shard_core.optim.kernels import zero_one_by_one
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
 from shard_core.randomness import seed_data_rank, shared_generator
-from shard_core.strategy.accumulation import Accumulation
+from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
 from shard_core.strategy.lifecycle import StrategyLifecycle
 from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
@@ -127,8 +128,10 @@ class StrategySetup(StrategyLifecycle):
         self._require_elementwise([optimizer])
         known.check_groups(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
+        zero_one_by_one(optimizer)
         known.optimizers[optimizer] = Accumulation() if known.optimizers else known.unstepped
         known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
+        known.hooks.append(NotedZeroGrad(optimizer, known.optimizers[optimizer].reset))
         return optimizer
 
     def process_dataloader(
@@ -209,6 +212,8 @@ class StrategySetup(StrategyLifecycle):
         with calls.exchanged():
             called = self.engine_setup(module, optimizers, names)
             check_hooks_kept(names, module)
+            for optimizer in optimizers:
+                zero_one_by_one(optimizer)
             sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
             self.precision.check_module(module)
         if len(self._registry) == 0:
@@ -222,26 +227,29 @@ class StrategySetup(StrategyLifecycle):
         partial.install(self.info.name)
         any_method = Capability.ENTRY_METHODS in self.info.capabilities
         frozen = {plain_name(name): each for name, each in module.named_parameters() if not each.requires_grad}
-        self._registry.add(
-            SetUpModule(
-                module=module,
-                callable=called,
-                names=names,
-                forward=ForwardPrecision(called, self.precision, self.root_device.type),
-                pretrained=pretrained,
-                partial_state=partial,
-                layer_calls=calls,
-                forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
-                optimizers={optimizer: Accumulation() for optimizer in optimizers},
-                hooks=[
-                    *(each.register_load_state_dict_post_hook(self._lay_out_state) for each in optimizers),
-                    *self._guard_backwards(module),
-                ],
-                untrained=untrained,
-                frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
-                dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
-            )
+        known = SetUpModule(
+            module=module,
+            callable=called,
+            names=names,
+            forward=ForwardPrecision(called, self.precision, self.root_device.type),
+            pretrained=pretrained,
+            partial_state=partial,
+            layer_calls=calls,
+            forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
+            optimizers={optimizer: Accumulation() for optimizer in optimizers},
+            hooks=[
+                *(each.register_load_state_dict_post_hook(self._lay_out_state) for each in optimizers),
+                *self._guard_backwards(module),
+            ],
+            untrained=untrained,
+            frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
+            dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
         )
+        for owner in dict.fromkeys((module, called)):
+            known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
+        for optimizer, accumulation in known.optimizers.items():
+            known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
+        self._registry.add(known)
         return called
 
     def _guard_backwards(self, module: torch.nn.Module) -> list[RemovableHandle]:
