@@ -16,6 +16,8 @@ from click.testing import CliRunner
 from shard_core.errors import RankFailed
 from shard_core.testing import Conformance
 from shard_core.testing.command import command
+from shard_core.testing.programs.kept import kept_programs
+from shard_core.testing.programs.program import from_json
 from shard_core.testing.report import reason_of
 from shard_core.testing.rules import promises_of
 
@@ -156,6 +158,15 @@ def test_what_configures_tests_around_here_has_no_say(tmp_path):
             "torch sees no CUDA device here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device"),
         ),
+        (["dpd", "--programs", "3"], "did you mean 'ddp'?"),
+        (["ddp", "--programs", "0"], "0 is not in the range"),
+        (["single", "--programs", "3", "--world-sizes", "2"], "strategy 'single' runs on at most 1 rank"),
+        (["ddp", "--programs", "3", "--promise", "averages_gradients"], "--promise has no meaning with --programs"),
+        (["ddp", "--programs", "3", "--option", "bucket_cap_mb=3"], "--option has no meaning with --programs"),
+        (["ddp", "--programs", "3", "--replay", "x.json"], "--replay has no meaning with --programs"),
+        (["ddp", "--seed", "3"], "--seed has no meaning without --programs"),
+        (["ddp", "--replay", "no-such.json"], "the program 'no-such.json' cannot be read: No such file"),
+        (["ddp", "--replay", "x.json", "--minutes", "3"], "--minutes has no meaning with --replay"),
         (["ddp", "--promise", "averages_gradient"], "did you mean 'averages_gradients'?"),
         (["ddp", "--promise", "plugin.averages_gradients"], "there is no promise 'plugin.averages_gradients'"),
         ([], "Missing argument 'NAME'"),
@@ -166,6 +177,74 @@ def test_bad_input_is_a_sentence_and_status_2(arguments, says):
     assert (done.exit_code, done.stdout) == (2, "")
     assert says in done.stderr
     assert isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda record: "{", "this is none"),
+        (lambda record: record["operations"].append({"operation": "Stop"}), "did you mean 'Step'?"),
+        (lambda record: record["operations"].append({"operation": "Load"}), "not legal in plain PyTorch"),
+        (lambda record: record["models"][0].update(parts=["lineal"]), "did you mean 'linear'?"),
+        (lambda record: record.update(world_size=2), "strategy 'single' runs on at most 1 rank"),
+    ],
+)
+def test_a_file_that_is_no_program_is_a_sentence(change, says, tmp_path):
+    record = json.loads(kept_programs()["seed-again"].to_json()) | {"world_size": 1}
+    text = change(record) or json.dumps(record)
+    file = tmp_path / "program.json"
+    file.write_text(text)
+    done = CliRunner().invoke(command, ["single", "--replay", str(file)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
+def test_a_ledger_that_is_none_is_a_sentence(tmp_path):
+    for text in ("[]", '{"ddp": -1}', "{"):
+        file = tmp_path / "ledger.json"
+        file.write_text(text)
+        done = CliRunner().invoke(command, ["ddp", "--programs", "1", "--ledger", str(file)])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "the ledger" in done.stderr
+        assert file.read_text() == text
+
+
+def test_programs_go_on_from_seed_to_seed(tmp_path):
+    arguments = ("single", "--programs", "2", "--ledger", "ledger.json")
+    done = kit(*arguments, "--seed", "40", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "single on 1 rank: 2 programs, no defect; the next seed is 42." in done.stdout
+    assert "2 of 2 programs judged, last: seed 41, " in done.stderr
+    done = kit(*arguments, "--json", folder=tmp_path)
+    report = json.loads(done.stdout)
+    assert (report["next_seed"], report["defect"], sum(report["verdicts"].values())) == (44, None, 2)
+    assert json.loads((tmp_path / "ledger.json").read_text()) == {"single": 44}
+
+
+def test_a_defect_is_shrunk_printed_and_written(doubtful, tmp_path):
+    done = kit("doubtful", "--programs", "40", folder=tmp_path, **doubtful)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (file,) = tmp_path.glob("program-doubtful-*.json")
+    program = from_json(file.read_text())
+    assert len(program.operations) <= 3
+    assert f"run it again with --replay {file.name}" in done.stdout
+    assert "def main(show=print, folder='checkpoints'):" in done.stdout
+    done = kit("doubtful", "--replay", file.name, "--json", folder=tmp_path, **doubtful)
+    assert (done.returncode, json.loads(done.stdout)["verdict"]) == (1, "defect")
+    done = kit("single", "--replay", file.name, folder=tmp_path, **doubtful)
+    assert (done.returncode, done.stdout) == (0, "single on 1 rank: equal.\n")
+
+
+@pytest.mark.long
+def test_programs_need_no_pytest(tmp_path):
+    program = (
+        "import sys; sys.modules['pytest'] = None; from shard_core.testing.command import command; "
+        "command(['single', '--programs', '1'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_pytest_the_extra_is_named():

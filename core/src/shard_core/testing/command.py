@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from shard_core import plugins
 from shard_core.errors import ShardError, nearest
 from shard_core.testing.option_arguments import Assignment, values_of
+from shard_core.testing.progress import progress
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -35,9 +36,19 @@ class TestStrategy(Conformance):
     world_sizes = {world_sizes!r}
     device = {device!r}
 """
+_SIZES, _PROGRAM_SIZE = (1, 2, 3), 2
+_FILE_PATH = click.Path(dir_okay=False, path_type=Path)
+_OF_PROGRAMS = ("seed", "minutes", "ledger")
+_OF_PROMISES = ("promises", "assignments", "verbose", "device")
+_NOT_TOGETHER = {
+    "": _OF_PROGRAMS,
+    "programs": ("replay", *_OF_PROMISES),
+    "replay": ("world_sizes", *_OF_PROGRAMS, *_OF_PROMISES),
+}
+"""Which options have no meaning beside which; programs run on the CPU, where plain PyTorch computes beside them."""
+_WORDS = {"promises": "promise", "assignments": "option", "world_sizes": "world-sizes"}
 _CAN_JUDGE = (0, 1)
 """The exit codes with which pytest ran tests: all passed, or some failed."""
-_LINES = 10
 _STYLES = {"kept": "green", "broken": "bold red", "refused": "dim", "not judged": "yellow"}
 
 
@@ -74,34 +85,50 @@ def _list(context: click.Context, param: click.Parameter, wanted: bool) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name")
-@click.option("--world-sizes", type=_Sizes(), default=(1, 2, 3), help="Numbers of ranks; 1,2,3 by default.")
+@click.option("--world-sizes", type=_Sizes(), help="Numbers of ranks; 1,2,3 by default, 2 for programs.")
 @click.option("--device", default="cpu", show_default=True, help="The device type it is judged on.")
 @click.option(
     "--option", "assignments", type=Assignment(), multiple=True, help="An option of the strategy; repeatable."
 )
 @click.option("--promise", "promises", multiple=True, help="Judge only this promise; repeatable.")
 @click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print every promise.")
+@click.option(
+    "--programs", metavar="N", type=click.IntRange(min=1), help="Run this many random programs instead of the promises."
+)
+@click.option(
+    "--seed", metavar="N", type=click.IntRange(min=0), help="Of the first program; by default the ledger's, or 0."
+)
+@click.option(
+    "--minutes", metavar="N", type=click.FloatRange(min=0, min_open=True), help="Begin no program after that."
+)
+@click.option("--ledger", type=_FILE_PATH, help="A JSON file that keeps each strategy's next seed from run to run.")
+@click.option("--replay", type=_FILE_PATH, help="Run this one program, a JSON file that --programs has written.")
 @click.option("-v", "--verbose", is_flag=True, help="Also print the whole report of each broken promise.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of {promise, status, reason}.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of {promise, status, reason}, or the report.")
 @click.pass_context
 def command(  # noqa: PLR0917 - click hands everything over by name
     context: click.Context,
+    /,
     name: str,
-    world_sizes: tuple[int, ...],
+    world_sizes: tuple[int, ...] | None,
     device: str,
     assignments: Sequence[tuple[str, str]],
     promises: Sequence[str],
     verbose: bool,
     as_json: bool,
+    **of_programs: Any,
 ) -> None:
-    """Hold the installed strategy NAME to every promise of the contract.
+    """Hold the installed strategy NAME to every promise of the contract, or random programs to plain PyTorch.
 
-    The exit status is 0 if all are kept, 1 if any is broken, 2 if the kit could not run.
+    The exit status is 0 if all are kept, 1 if any is broken or a program shows a defect, 2 if the kit could not run.
     """
     try:
+        _check_together(context)
         info = plugins.find(name)
+        if of_programs["programs"] or of_programs["replay"]:
+            context.exit(_run_programs(context, info))
         options = values_of(assignments, info.options)
-        sizes = _check(info, world_sizes, {"accelerator": device, **options})
+        sizes = _check(info, world_sizes or _SIZES, {"accelerator": device, **options})
     except ShardError as error:
         raise _CannotRun(str(error)) from error
     chosen = [_promise(text) for text in promises]
@@ -128,6 +155,10 @@ def _check(info: StrategyInfo, world_sizes: tuple[int, ...], options: Mapping[st
     get_strategy(info.name, **options)
     if options["accelerator"] == "cuda" and not torch.cuda.is_available():
         raise _CannotRun("torch sees no CUDA device here; judge the strategy with --device cpu, or where there is one.")
+    return _possible(info, world_sizes)
+
+
+def _possible(info: StrategyInfo, world_sizes: tuple[int, ...]) -> tuple[int, ...]:
     sizes = tuple(size for size in world_sizes if info.max_ranks is None or size <= info.max_ranks)
     if not sizes:
         raise _CannotRun(
@@ -135,6 +166,33 @@ def _check(info: StrategyInfo, world_sizes: tuple[int, ...], options: Mapping[st
             f"--world-sizes a number up to that."
         )
     return sizes
+
+
+def _check_together(context: click.Context) -> None:
+    """Refuse options that have no meaning beside the others: they would be ignored in silence."""
+    given = {name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    mode = next((each for each in ("programs", "replay") if each in given), "")
+    wrong = next((each for each in _NOT_TOGETHER[mode] if each in given), None)
+    if wrong:
+        beside = f"with --{mode}" if mode else "without --programs"
+        raise _CannotRun(f"--{_WORDS.get(wrong, wrong)} has no meaning {beside}.")
+
+
+def _run_programs(context: click.Context, info: StrategyInfo) -> int:
+    """Run random programs, or the one in a file; this needs no pytest."""
+    from shard_core.testing.programs.command_line import program_from, replay_file, run_programs
+
+    given = context.params
+    plugins.plugins().check_available(info.name)
+    if given["replay"] is not None:
+        program = program_from(given["replay"])
+        _possible(info, (program.world_size,))
+        return replay_file(info.name, program, as_json=given["as_json"])
+    size = min(_PROGRAM_SIZE, info.max_ranks or _PROGRAM_SIZE)
+    if given["world_sizes"] is not None:
+        size = _possible(info, given["world_sizes"])[0]
+    asked = {name: given[name] for name in ("seed", "minutes", "ledger", "as_json")}
+    return run_programs(info.name, given["programs"], world_size=size, **asked)
 
 
 def _require_pytest() -> None:
@@ -164,7 +222,11 @@ def _run(
     from shard_core.testing.report import Reporter
 
     text = _FILE.format(strategy=info.name, options=dict(options), world_sizes=sizes, device=device)
-    with tempfile.TemporaryDirectory(prefix="shard-kit-") as folder, _progress() as on_case, _without_outer_settings():
+    with (
+        tempfile.TemporaryDirectory(prefix="shard-kit-") as folder,
+        progress("cases judged, next") as on_case,
+        _without_outer_settings(),
+    ):
         test = Path(folder, "test_strategy.py")
         test.write_text(text)
         settings = Path(folder, "pytest.ini")
@@ -197,27 +259,6 @@ def _without_outer_settings() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Any]:
-    """Show what is being judged, past pytest, which captures standard error while tests run."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    with os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal:
-        console = Console(file=terminal)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("starting", total=None)
-
-            def on_case(name: str, done: int, total: int) -> None:
-                bar.update(task, description=name, completed=done, total=total)
-                # In a log, where no bar can move, a line now and then is the sign of life.
-                if bar.disable and (done * _LINES) // total > ((done - 1) * _LINES) // total:
-                    print(f"{done} of {total} cases judged, next: {name}", file=terminal, flush=True)
-
-            yield on_case
 
 
 def _print(name: str, sizes: Sequence[int], verdicts: Sequence[Verdict]) -> None:

@@ -1,0 +1,52 @@
+"""Random training programs: each is run under a strategy and in plain PyTorch, and compared after every operation."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shard_core.testing.programs.grammar import draw
+    from shard_core.testing.programs.judgement import Judgement, judge
+    from shard_core.testing.programs.observation import state
+    from shard_core.testing.programs.parts import Model, batch, evaluate, loss_of, parameters_of, tensors_of
+    from shard_core.testing.programs.program import Program
+    from shard_core.testing.programs.script import script_of
+    from shard_core.testing.programs.shrinking import shrink
+
+__all__ = [
+    "Judgement",
+    "Model",
+    "Program",
+    "batch",
+    "draw",
+    "evaluate",
+    "judge",
+    "loss_of",
+    "parameters_of",
+    "script_of",
+    "shrink",
+    "state",
+    "tensors_of",
+]
+
+_HOMES = {
+    "grammar": ("draw",),
+    "judgement": ("Judgement", "judge"),
+    "observation": ("state",),
+    "parts": ("Model", "batch", "evaluate", "loss_of", "parameters_of", "tensors_of"),
+    "program": ("Program",),
+    "script": ("script_of",),
+    "shrinking": ("shrink",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,295 @@
+"""Campaigns: many random programs of one strategy, until one shows a defect, which is shrunk."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import statistics
+import time
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from shard_core import plugins
+from shard_core.testing.processes.worlds import Worlds
+from shard_core.testing.programs.coverage import Coverage, Share
+from shard_core.testing.programs.grammar import draw
+from shard_core.testing.programs.judgement import Judgement, judge
+from shard_core.testing.programs.kept import kept_programs
+from shard_core.testing.programs.script import script_of
+from shard_core.testing.programs.shrinking import shrink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shard_core.plugins.info import StrategyInfo
+    from shard_core.testing.programs.program import Program
+
+VERDICTS = ("equal", "refused", "defect")
+_HANGS_WITHIN = 8.0
+"""While a hang is shrunk: what takes that long hangs, and a minute has room for a few of them."""
+_PARTICULARS = re.compile(r"'[^']*'|\d+(?:\.\d+)?")
+_HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+"""What keeps strategies on the CPU, where the oracle computes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A reason why programs were refused.
+
+    Attributes:
+        count: How many were.
+        symptom: The operation and the exception.
+        sentence: What one of them was told; the others' differ in names and numbers alone.
+    """
+
+    count: int
+    symptom: str
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defect:
+    """A program that failed.
+
+    Attributes:
+        origin: The name of the kept program, or ``"seed 7"``.
+        drawn: It, whole.
+        program: What it was shrunk to.
+        judgement: How that failed.
+    """
+
+    origin: str
+    drawn: Program
+    program: Program
+    judgement: Judgement
+
+    @property
+    def script(self) -> str:
+        """Return the shrunk program as a script."""
+        return script_of(self.program, f"Found by {self.origin}: {self.judgement.symptom}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What came of a campaign.
+
+    Attributes:
+        strategy: Whose.
+        world_size: How many ranks random programs had.
+        others: Strategies that they went on under.
+        verdicts: How many programs ended how.
+        kept: How many of them were kept programs.
+        settled: How many broke a bound and were found to be rounding.
+        refusals: The most frequent reason first.
+        seconds: How long the programs took, without starting ranks and shrinking.
+        median_length: Of the operations that were reached.
+        pairs: Ordered pairs of operation kinds that were seen side by side.
+        cells: Pairs of an operation kind and a model part.
+        next_seed: Where another campaign would go on.
+        defect: The first.
+    """
+
+    strategy: str
+    world_size: int
+    others: tuple[str, ...]
+    verdicts: dict[str, int]
+    kept: int
+    settled: int
+    refusals: tuple[Refusal, ...]
+    seconds: float
+    median_length: float
+    pairs: Share
+    cells: Share
+    next_seed: int
+    defect: Defect | None
+
+    @property
+    def count(self) -> int:
+        """Return how many programs were run."""
+        return sum(self.verdicts.values())
+
+    @property
+    def programs_per_second(self) -> float:
+        """Return how many programs were judged in a second."""
+        return self.count / self.seconds if self.seconds else 0.0
+
+
+class _Tally:
+    """Counts judgements."""
+
+    def __init__(self, coverage: Coverage) -> None:
+        self.coverage = coverage
+        self.verdicts = dict.fromkeys(VERDICTS, 0)
+        self.settled = 0
+        self.lengths: list[int] = []
+        self._refusals: Counter[tuple[str, str]] = Counter()
+        self._sentences: dict[tuple[str, str], str] = {}
+
+    def add(self, program: Program, judgement: Judgement) -> None:
+        self.verdicts[judgement.verdict] += 1
+        self.settled += judgement.settled
+        reached = len(program.operations) if judgement.verdict == "equal" else max(judgement.at, 0)
+        self.lengths.append(reached)
+        self.coverage.add(program, reached)
+        if judgement.verdict == "refused":
+            reason = judgement.symptom, _PARTICULARS.sub("…", judgement.text)
+            self._refusals[reason] += 1
+            self._sentences.setdefault(reason, judgement.text)
+
+    def refusals(self) -> tuple[Refusal, ...]:
+        ranked = self._refusals.most_common()
+        return tuple(
+            Refusal(count=count, symptom=reason[0], sentence=self._sentences[reason]) for reason, count in ranked
+        )
+
+
+def campaign(
+    strategy: str,
+    *,
+    count: int,
+    seed: int = 0,
+    minutes: float | None = None,
+    world_size: int = 2,
+    others: Sequence[str] | None = None,
+    worlds: Worlds | None = None,
+    on_program: Callable[[str, Judgement], None] = lambda *_: None,
+) -> Report:
+    """Run the kept programs of a strategy, then random ones, until one shows a defect; shrink that.
+
+    Args:
+        strategy: The name of an installed strategy.
+        count: How many random programs to run at most.
+        seed: What the first is drawn from; the next from the next number.
+        minutes: When to begin no other program.
+        world_size: How many ranks.
+        others: Strategies that programs may go on under; by default those that ``others_of`` finds.
+        worlds: Where there are ranks already.
+        on_program: Told of each program: where it is from, and what came of it.
+
+    Returns:
+        What came of them.
+
+    Raises:
+        UnknownStrategy: If nobody offers one of them.
+    """
+    info = plugins.find(strategy)
+    names = others_of(info, world_size) if others is None else tuple(others)
+    tally = _Tally(Coverage(strategy, world_size, names))
+    kept = {name: program for name, program in kept_programs().items() if program.strategy == strategy}
+    end = time.monotonic() + 60 * minutes if minutes is not None else None
+    defect = None
+    with _ranks(worlds) as at_hand, _quiet():
+        at_hand(world_size, _HIDDEN).run(os.getpid)  # what starting ranks takes says nothing about programs
+        begun = time.monotonic()
+        for origin, program in _programs(kept, range(seed, seed + count), strategy, world_size, names):
+            if end is not None and time.monotonic() >= end:
+                break
+            judgement = judge(program, at_hand(program.world_size, _HIDDEN))
+            tally.add(program, judgement)
+            on_program(origin, judgement)
+            if judgement.verdict == "defect":
+                defect = origin, program, judgement
+                break
+        seconds = time.monotonic() - begun
+        found = _shrunk(*defect, at_hand) if defect else None
+    drawn = max(sum(tally.verdicts.values()) - len(kept), 0)
+    return Report(
+        strategy=strategy,
+        world_size=world_size,
+        others=names,
+        verdicts=tally.verdicts,
+        kept=sum(tally.verdicts.values()) - drawn,
+        settled=tally.settled,
+        refusals=tally.refusals(),
+        seconds=seconds,
+        median_length=float(statistics.median(tally.lengths or [0])),
+        pairs=tally.coverage.pairs,
+        cells=tally.coverage.cells,
+        next_seed=seed + drawn,
+        defect=found,
+    )
+
+
+def replay(program: Program) -> Judgement:
+    """Judge one program on ranks of its own.
+
+    Raises:
+        UnknownStrategy: If nobody offers a strategy that it names.
+    """
+    with _ranks(None) as worlds, _quiet():
+        return judge(program, worlds(program.world_size, _HIDDEN))
+
+
+def others_of(info: StrategyInfo, world_size: int, device: str = "cpu") -> tuple[str, ...]:
+    """List the strategies that a strategy's programs can go on under in this environment.
+
+    Args:
+        info: The strategy's card.
+        world_size: How many ranks.
+        device: The device type.
+
+    Returns:
+        Names, without the strategy's own. None if it shares layers, or for one rank: data ranks stay as many.
+    """
+    if world_size == 1 or _shares_layers(info):
+        return ()
+    able = [each.info for each in plugins.installed() if each.info is not None and each.problem is None]
+    return tuple(
+        each.name
+        for each in able
+        if each.name != info.name
+        and device in each.devices
+        and (each.max_ranks is None or each.max_ranks >= world_size)
+        and not _shares_layers(each)
+    )
+
+
+def _shares_layers(info: StrategyInfo) -> bool:
+    return any(option.name == "tensor_parallel_size" for option in info.options)
+
+
+def _programs(
+    kept: dict[str, Program], seeds: range, strategy: str, world_size: int, others: tuple[str, ...]
+) -> Iterator[tuple[str, Program]]:
+    yield from kept.items()
+    for seed in seeds:
+        yield f"seed {seed}", draw(seed, strategy, world_size=world_size, others=others)
+
+
+def _shrunk(origin: str, program: Program, found: Judgement, worlds: Worlds) -> Defect:
+    timeout = {"timeout": _HANGS_WITHIN} if found.symptom == "hang" else {}
+    world = worlds(program.world_size, _HIDDEN)
+    smaller, judgement = shrink(program, found, lambda each: judge(each, world, **timeout))
+    return Defect(origin=origin, drawn=program, program=smaller, judgement=judgement)
+
+
+@contextlib.contextmanager
+def _ranks(worlds: Worlds | None) -> Iterator[Worlds]:
+    """Give the worlds that are there, or some that end with the campaign."""
+    if worlds is not None:
+        yield worlds
+        return
+    own = Worlds()
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Compute on one thread, since ranks want the others, and hush what torch says of odd programs."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            # Odd places are what programs are for.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,109 @@
+"""How much of what the grammar can draw a campaign has seen: pairs of operations, and operations on model parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from shard_core.testing.programs.grammar import draw
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shard_core.testing.programs.operations import Operation
+    from shard_core.testing.programs.program import Program
+
+_DRAWN = 300
+"""So many programs have every kind of operation and every part that can be drawn, as the grammar's tests hold."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """A part of a whole, counted.
+
+    Attributes:
+        seen: How many of them were seen.
+        of: How many there are.
+    """
+
+    seen: int
+    of: int
+
+    @property
+    def share(self) -> float:
+        """Return the share as a number from 0 to 1."""
+        return self.seen / self.of if self.of else 0.0
+
+
+class Coverage:
+    """Follows what the operations that were reached have covered.
+
+    Args:
+        strategy: Whose programs are counted.
+        world_size: How many ranks they have.
+        others: Strategies that they go on under.
+    """
+
+    def __init__(self, strategy: str, world_size: int, others: tuple[str, ...]) -> None:
+        self._drawn_from = strategy, world_size, others
+        self._pairs: set[tuple[str, str]] = set()
+        self._cells: set[tuple[str, str]] = set()
+
+    def add(self, program: Program, reached: int) -> None:
+        """Count the first ``reached`` operations of a program: what came after them was never run."""
+        operations = program.operations[:reached]
+        kinds = [type(each).__name__ for each in operations]
+        self._pairs.update(itertools.pairwise(kinds))
+        for kind, operation in zip(kinds, operations, strict=True):
+            self._cells.update((kind, part) for part in _parts(program, operation))
+
+    @property
+    def pairs(self) -> Share:
+        """Return how many legal ordered pairs of operation kinds were seen side by side.
+
+        Legal are all pairs of what the strategy's programs can have: no kind forbids another by itself. What stands
+        between them is what else is pending, and some program always has nothing pending.
+        """
+        kinds, _ = self._drawable()
+        kinds |= {kind for pair in self._pairs for kind in pair}
+        return Share(seen=len(self._pairs), of=len(kinds) ** 2)
+
+    @property
+    def cells(self) -> Share:
+        """Return how many pairs of an operation kind and a model part it was done to were seen."""
+        kinds, parts = self._drawable()
+        kinds |= {kind for kind, _ in self._cells}
+        parts |= {part for _, part in self._cells}
+        return Share(seen=len(self._cells), of=len(kinds) * len(parts))
+
+    def _drawable(self) -> tuple[set[str], set[str]]:
+        kinds, parts = drawable(*self._drawn_from)
+        return set(kinds), set(parts)
+
+
+@functools.lru_cache(maxsize=16)
+def drawable(strategy: str, world_size: int, others: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    """Find out which operations and which parts a strategy's programs can have, by drawing some.
+
+    Returns:
+        The names of the kinds of operations, and of the parts.
+    """
+    programs = [draw(seed, strategy, world_size=world_size, others=others) for seed in range(_DRAWN)]
+    kinds = {type(each).__name__ for program in programs for each in program.operations}
+    parts = {part for program in programs for model in program.models for part in model.parts}
+    return frozenset(kinds), frozenset(parts)
+
+
+def _parts(program: Program, operation: Operation) -> Iterator[str]:
+    """List the parts of the module that an operation is about; of all modules if it is about none in particular."""
+    told: Any = operation
+    number: int | None = getattr(told, "module", None)
+    if hasattr(told, "of_module"):
+        number = told.which if told.of_module else program.optimizers[told.which].module
+    elif hasattr(told, "optimizer"):
+        number = program.optimizers[told.optimizer].module
+    for each, model in enumerate(program.models):
+        if number in (None, each):
+            yield from model.parts

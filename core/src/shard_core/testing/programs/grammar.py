@@ -1,0 +1,288 @@
+"""Draws random programs: a state machine follows what is pending and keeps them legal in plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING
+
+from shard_core import plugins
+from shard_core.capability import Capability
+from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.parts import PARTS
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shard_core.plugins.info import StrategyInfo
+    from shard_core.testing.programs.operations import Operation
+
+_SHORTEST, _LONGEST = 10, 22
+_NEEDS = {
+    ops.Closure: Capability.CLOSURE,
+    ops.ClipValue: Capability.CLIP_VALUE,
+}
+"""What a strategy may lack; that it refuses then is a promise of its own."""
+_RARE = {"empty": 0.3}
+"""How often a part is drawn, where less often than the others."""
+
+LEFT_OUT = (
+    "a backward with a denominator after one without it in the same step, or after gradients were clipped or kept",
+    "a batch without rows, unless the loss is a sum with a denominator",
+    "a closure where two optimizers share a module, or while gradients are deferred",
+    "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
+    "one outside: the contract refuses them",
+    "dropout where ranks share layers, or where the device has a generator of its own: the masks are theirs to define",
+    "tensor-parallel strategies before or after a switch, which change the number of data ranks",
+)
+"""What plain PyTorch allows or would allow, and programs never do."""
+
+
+@dataclasses.dataclass
+class _Module:
+    """What is pending for one module."""
+
+    deferred: bool = False
+    denominator: bool | None = None
+    clipped: bool = False
+    stale: bool = False
+    trained: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+
+class Situation:
+    """Follows a program and says what may come next.
+
+    Args:
+        program: Its models and optimizers; operations are told one by one.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._saved = False
+        self._modules = [_Module() for _ in program.models]
+
+    def allows(self, operation: Operation) -> bool:
+        """Check whether plain PyTorch, with what the contract adds to it, allows an operation now."""
+        number = self._module_of(operation)
+        module = self._modules[number]
+        alone = [spec.module for spec in self._program.optimizers].count(number) == 1
+        match operation:
+            case ops.Backward(denominator=denominator):
+                sums = denominator and not module.stale and not module.clipped and operation.how != "gradient"
+                possible = sums or (not denominator and 0 not in operation.rows)
+                allowed = possible and module.denominator in (None, denominator)
+            case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
+                allowed = not module.deferred
+            case ops.Closure():
+                allowed = alone and not module.deferred
+            case ops.ZeroGrad(of_module=of_module, set_to_none=none):
+                allowed = (none and (of_module or alone)) or not module.deferred
+            case ops.Freeze(part=part):
+                allowed = part in self._program.models[number].parts
+            case ops.StepScheduler(optimizer=which):
+                allowed = self._program.optimizers[which].scheduled
+            case ops.Load():
+                allowed = self._saved
+            case _:
+                allowed = True
+        return allowed
+
+    def _module_of(self, operation: Operation) -> int:
+        """Return the number of the module that an operation is about."""
+        if isinstance(operation, ops.ZeroGrad) and operation.of_module:
+            return operation.which
+        which = operation.which if isinstance(operation, ops.ZeroGrad) else getattr(operation, "optimizer", None)
+        return int(getattr(operation, "module", 0)) if which is None else self._program.optimizers[which].module
+
+    def follow(self, operation: Operation) -> None:
+        """Go on to after an operation that is allowed."""
+        number = self._module_of(operation)
+        module = self._modules[number]
+        match operation:
+            case ops.Backward(denominator=denominator, deferred=deferred):
+                module.denominator, module.deferred = denominator, deferred
+            case ops.ClipNorm() | ops.ClipValue():
+                module.clipped = True
+            case ops.Step() | ops.Closure():
+                module.stale, module.denominator, module.clipped = True, None, False
+            case ops.ZeroGrad(of_module=of_module):
+                if of_module or [spec.module for spec in self._program.optimizers].count(number) == 1:
+                    self._modules[number] = _Module(deferred=module.deferred)
+            case ops.Save():
+                self._saved = True
+            case ops.Switch():
+                self._modules = [_Module() for _ in self._modules]
+            case _:
+                pass
+
+
+def legal(program: Program) -> bool:
+    """Check that a program's operations are allowed in their order, and name what it has."""
+    counts = {"module": len(program.models), "optimizer": len(program.optimizers)}
+    if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
+        return False
+    situation = Situation(program)
+    for operation in program.operations:
+        if any(getattr(operation, field, 0) >= count for field, count in counts.items()):
+            return False
+        if isinstance(operation, ops.ZeroGrad):
+            owners: Sequence[object] = program.models if operation.of_module else program.optimizers
+            if operation.which >= len(owners):
+                return False
+        if not situation.allows(operation):
+            return False
+        situation.follow(operation)
+    return True
+
+
+def draw(seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str] = ()) -> Program:
+    """Draw a program.
+
+    Args:
+        seed: The same seed and strategy draw the same program.
+        strategy: The name of the strategy it begins under.
+        world_size: How many ranks.
+        others: Strategies that it may go on under.
+
+    Returns:
+        The program; legal.
+    """
+    chance = random.Random(f"{seed} {strategy} {world_size}")
+    card = plugins.find(strategy)
+    program = _frame(seed, strategy, world_size, card, chance)
+    situation = Situation(program)
+    operations: list[Operation] = []
+    length = chance.randint(_SHORTEST, _LONGEST)
+    while len(operations) < length:
+        for operation in _proposed(program, card, others, chance):
+            if situation.allows(operation):
+                situation.follow(operation)
+                operations.append(operation)
+            else:
+                break
+    return dataclasses.replace(program, operations=tuple(operations))
+
+
+def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance: random.Random) -> Program:
+    """Draw everything but the operations."""
+    shares_layers = any(option.name == "tensor_parallel_size" for option in card.options)
+    own_masks = shares_layers or "cpu" not in card.devices  # of a plan's styles, or of the device's own generator
+    known = [part for part in PARTS if not (own_masks and part == "dropout")]
+    several = chance.random() < 0.15 and Capability.SEVERAL_MODULES in card.capabilities
+    models = []
+    for _ in range(1 + several):
+        weights = [_RARE.get(part, 1.0) for part in known]
+        parts = tuple(dict.fromkeys(chance.choices(known, weights, k=chance.randint(2, 5))))
+        models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict"])))
+    two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
+    optimizers = [
+        OptimizerSpec(
+            module=number if several else 0,
+            kind=chance.choice(["sgd", "momentum", "adamw", "adagrad"]),
+            groups=chance.choice([1, 1, 2]),
+            maximize=chance.random() < 0.1,
+            foreach=chance.choice([None, None, True, False]),
+            weight_decay=chance.choice([0.0, 0.05]),
+            scheduled=chance.random() < 0.4,
+        )
+        for number in range(1 + two)
+    ]
+    return Program(
+        seed=seed,
+        strategy=strategy,
+        world_size=world_size,
+        models=tuple(models),
+        optimizers=tuple(optimizers),
+        late=chance.random() < 0.2,
+    )
+
+
+def _proposed(
+    program: Program, card: StrategyInfo, others: Sequence[str], chance: random.Random
+) -> Iterable[Operation]:
+    """Draw what might come next: mostly a piece of an ordinary step, often something odd."""
+    number = chance.randrange(len(program.models))
+    mine = [which for which, spec in enumerate(program.optimizers) if spec.module == number]
+    if chance.random() < 0.55:
+        return _ordinary(program, number, mine, card, chance)
+    switches = [ops.Switch(strategy=chance.choice([program.strategy, *others]))] if others else []
+    return [chance.choice([*_odd(program, number, mine, card, chance), *switches])]
+
+
+def _ordinary(
+    program: Program, number: int, mine: Sequence[int], card: StrategyInfo, chance: random.Random
+) -> list[Operation]:
+    """Draw a part of the loop that everyone writes: a backward, or what ends a step."""
+    if chance.random() < 0.6:
+        return [_backward(program, number, card, chance)]
+    found: list[Operation] = []
+    if chance.random() < 0.4:
+        norm_types = [2.0, 2.0, 1.0, float("inf")] if Capability.CLIP_ANY_NORM in card.capabilities else [2.0]
+        bound = chance.choice([0.1, 1.0, 1e9])
+        found += [ops.ClipNorm(optimizer=which, max_norm=bound, norm_type=chance.choice(norm_types)) for which in mine]
+    skipped = chance.random() < 0.1
+    found += [] if skipped else [ops.Step(optimizer=which) for which in mine]
+    found += [ops.StepScheduler(optimizer=which) for which in mine if program.optimizers[which].scheduled]
+    if chance.random() < 0.85:
+        none = chance.random() < 0.7
+        by_module = ops.ZeroGrad(of_module=True, which=number, set_to_none=none)
+        by_optimizers = [ops.ZeroGrad(which=which, set_to_none=none) for which in mine]
+        found += [by_module] if chance.random() < 0.4 else by_optimizers
+    return found
+
+
+def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
+    denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities
+    rows = [chance.randint(2, 4)] * program.world_size
+    if denominator and chance.random() < 0.6:
+        least = 2 if "batch_norm" in program.models[number].parts else 0
+        rows = [chance.randint(least, 4) for _ in rows]
+        rows[0] = max(rows[0], 1)
+    kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient"]
+    kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
+    return ops.Backward(
+        module=number,
+        key=chance.randrange(10**6),
+        rows=tuple(rows),
+        how=chance.choice(kinds),
+        denominator=denominator,
+        deferred=chance.random() < 0.25,
+        extra="extra" in program.models[number].parts and chance.random() < 0.5,
+    )
+
+
+def _odd(
+    program: Program, number: int, mine: Sequence[int], card: StrategyInfo, chance: random.Random
+) -> list[Operation]:
+    """Draw one each of all operations but a switch, wherever they may stand."""
+    which = chance.choice(list(mine))
+    key = chance.randrange(10**6)
+    parts = [
+        part for part in program.models[number].parts if part != "frozen" or Capability.UNFREEZE in card.capabilities
+    ]
+    proposals: list[Operation] = [
+        _backward(program, number, card, chance),
+        ops.Forward(module=number, key=key, how=chance.choice(["train", "eval", "no_grad", "inference", "unwrap"])),
+        ops.Evaluate(module=number, key=key, samples=chance.randint(3, 9)),
+        ops.ClipNorm(optimizer=which, max_norm=0.5),
+        ops.ClipValue(optimizer=which, value=chance.choice([0.01, 1.0])),
+        ops.Step(optimizer=which),
+        ops.Closure(optimizer=which, key=key, rows=(chance.randint(2, 4),) * program.world_size),
+        ops.ZeroGrad(of_module=chance.random() < 0.5, which=number, set_to_none=chance.random() < 0.5),
+        ops.EditGradients(module=number),
+        ops.EditWeights(module=number, which=chance.randrange(50)),
+        ops.ChangeLearningRate(optimizer=which, factor=chance.choice([0.5, 1.5])),
+        ops.StepScheduler(optimizer=which),
+        ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
+        ops.ShowWeights(),
+        ops.ShowGradients(module=number),
+        ops.LoadStateDict(module=number),
+        ops.ReloadOptimizer(optimizer=which),
+        ops.Reduce(key=key, how=chance.choice(["mean", "sum", "max", "gather"])),
+        ops.Seed(seed=chance.randrange(1000)),
+        ops.Save(blocking=chance.random() < 0.6),
+        ops.Load(),
+        ops.Load(),
+    ]
+    return [each for each in proposals if _NEEDS.get(type(each)) in (None, *card.capabilities)]

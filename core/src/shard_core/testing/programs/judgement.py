@@ -1,0 +1,277 @@
+"""The judge of random programs: runs one under a strategy and in plain PyTorch, and tells rounding from a defect."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core import plugins
+from shard_core.errors import RankFailed
+from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.observation import run
+from shard_core.testing.programs.oracle import Oracle
+from shard_core.testing.programs.script import script_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shard_core.testing.processes.world import World
+    from shard_core.testing.programs.observation import Stop, Trace
+    from shard_core.testing.programs.plain_run import Values
+    from shard_core.testing.programs.program import Program
+
+#: The largest difference that is rounding, relative to the tensor's largest element, in float32.
+BOUNDS = {
+    "loss": 1e-5, "later": 1e-5, "output": 1e-5, "outputs": 1e-5, "norm": 1e-5, "gradients": 2e-5,
+    "weights": 1e-5, "state": 1e-4, "reduced": 1e-6, "rates": 1e-9, "rate": 1e-9, "stepped": 0.0, "generator": 0.0,
+}  # fmt: skip
+_IN_64 = 1e-7
+"""What bounds shrink by in float64, where rounding shrinks by 2e-9 and a defect stays."""
+_LARGEST = 1e-6
+"""Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
+_TWINS, _TWINS_ALLOW = 3, 30.0
+#: What a rank shows that is the same on all, or its own; the rest is shown by rank 0 alone.
+_BY_EACH_RANK = ("loss", "later", "output", "outputs", "norm", "reduced", "rates", "rate", "stepped", "generator")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What came of a program.
+
+    Attributes:
+        verdict: ``"equal"``, ``"refused"`` or ``"defect"``.
+        at: The operation it is about; -1 for setup.
+        symptom: What is alike about two programs that fail for one reason.
+        text: What was found.
+        settled: Whether a bound was broken and found to be rounding.
+    """
+
+    verdict: str
+    at: int = -1
+    symptom: str = ""
+    text: str = ""
+    settled: bool = False
+
+
+def judge(program: Program, world: World, *, timeout: float = 20.0) -> Judgement:
+    """Run a program on real ranks and hold what it shows to plain PyTorch.
+
+    Args:
+        program: What to run.
+        world: Its ranks, ``program.world_size`` of them.
+        timeout: Seconds until a rank that has not returned counts as hung.
+
+    Returns:
+        The verdict.
+    """
+    judgement, broken = _judge(program, world, timeout)
+    if not broken:
+        return judgement
+    # A bound is broken: rounding all but disappears in float64, a defect stays.
+    if program.precision == "32-true" and all("64-true" in plugins.find(name).precisions for name in _names(program)):
+        exact, _ = _judge(dataclasses.replace(program, precision="64-true"), world, timeout)
+        if exact.verdict != "defect":
+            return dataclasses.replace(judgement, verdict="equal", settled=True)
+    return judgement
+
+
+def _judge(program: Program, world: World, timeout: float) -> tuple[Judgement, bool]:
+    """Judge once; also return whether a bound was broken and nothing worse."""
+    folder = tempfile.mkdtemp(prefix="shard-program-")
+    try:
+        traces: list[Trace] = world.run(run, script_of(program), folder, timeout=timeout)
+    except RankFailed as error:
+        kind = "hang" if "did not return within" in str(error) else "died"
+        return Judgement(verdict="defect", symptom=kind, text=str(error)), False
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    with _own_generator():
+        found = _compare(program, traces)
+        if found and not program.precision.startswith("64"):
+            found = _compare(program, traces, _chaos(program, traces))
+    if found:
+        at, key, text = found
+        symptom = f"{_name(program, at)} {key}"
+        return Judgement(verdict="defect", at=at, symptom=symptom, text=text), True
+    return _stops(program, traces), False
+
+
+def _stops(program: Program, traces: Sequence[Trace]) -> Judgement:
+    """Judge how ranks ended: alike, and by a sentence of ours, or it is a defect."""
+    stops = [trace.stop for trace in traces]
+    first = next((stop for stop in stops if stop is not None), None)
+    if first is None:
+        return Judgement(verdict="equal")
+    where = _name(program, first.at)
+    if any(stop is None or (stop.at, stop.kind) != (first.at, first.kind) for stop in stops):
+        return Judgement(verdict="defect", at=first.at, symptom=f"ranks disagree {where}", text=str(stops))
+    if not first.ours:
+        return Judgement(verdict="defect", at=first.at, symptom=f"{where} {first.kind}", text=first.text)
+    changed = _changed(traces[0], first)
+    if changed:
+        text = f"{first.kind}: {first.text} But it had changed {changed} by then."
+        return Judgement(verdict="defect", at=first.at, symptom=f"changed {where}", text=text)
+    return Judgement(verdict="refused", at=first.at, symptom=f"{where} {first.kind}", text=first.text)
+
+
+def _changed(trace: Trace, stop: Stop) -> str:
+    """Name what a refused operation changed of what was shown last."""
+    for key, value in (stop.after or {}).items():
+        before = next((shown[key] for shown in reversed(trace.shown) if key in shown), None)
+        if key.startswith("weights") and isinstance(before, torch.Tensor) and not _as_before(key, before, value):
+            return key
+    return ""
+
+
+def _as_before(key: str, before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Check that a tensor is as it was, or is a buffer, which forwards since then have moved on."""
+    return torch.equal(before, after) or "running" in key or "tracked" in key or "calls" in key
+
+
+def _compare(
+    program: Program, traces: Sequence[Trace], slack: Mapping[tuple[int, str], float] | None = None
+) -> tuple[int, str, str] | None:
+    """Hold every value that was shown to the oracle's; return the first that differs: where, its kind, and how."""
+    oracle = Oracle(program, traces[0].data_rank[1], _exchanges(program))
+    for at, truths in _truths(program, oracle, len(traces[0].shown)):
+        for number, trace in enumerate(traces):
+            if at + 1 >= len(trace.shown):
+                continue
+            rank = trace.data_rank[0]
+            truth = truths[rank] | {"generator": oracle.generators[rank]}
+            found = _differs(trace.shown[at + 1], truth, program, at, slack or {}, whole=number == 0)
+            if found:
+                key, text = found
+                return at, _kind(key), f"rank {number}, {_name(program, at)} (operation {at}): {key} {text}"
+        oracle.adopt(traces[0].shown[at + 1])
+    return None
+
+
+def _truths(program: Program, oracle: Oracle, count: int) -> Iterator[tuple[int, list[Values]]]:
+    if count:
+        yield -1, [oracle.state()] * program.world_size
+    for at, operation in enumerate(program.operations[: max(count - 1, 0)]):
+        yield at, oracle.play(operation)
+
+
+def _differs(
+    shown: Values, truth: Values, program: Program, at: int, slack: Mapping[tuple[int, str], float], *, whole: bool
+) -> tuple[str, str] | None:
+    scale = _IN_64 if program.precision == "64-true" else 1.0
+    flat, true = _flat(shown), _flat(truth)
+    largest: dict[str, float] = {}
+    for key, value in true.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+            kind = key.rpartition(".")[2] if key.startswith("state") else _kind(key)
+            largest[kind] = max(largest.get(kind, 0.0), float(value.abs().max()))
+    for key, value in true.items():
+        kind = _kind(key)
+        if not whole and kind not in _BY_EACH_RANK:
+            continue
+        if key not in flat:
+            return key, "is missing"
+        near = largest.get(key.rpartition(".")[2] if kind == "state" else kind, 0.0)
+        bound = BOUNDS[kind] * scale + _TWINS_ALLOW * slack.get((at, key), 0.0)
+        far = distance(flat[key], value, near * _LARGEST / max(BOUNDS[kind], 1e-30) if kind != "norm" else 0.0)
+        if not far <= bound:
+            return (
+                key,
+                f"is {_short(flat[key])}, in plain PyTorch {_short(value)}: off by {far:.1e}, allowed {bound:.1e}",
+            )
+    if whole:
+        extra = next((key for key in flat if key not in true), None)
+        if extra is not None:
+            return extra, f"is shown, {_short(flat[extra])}, and plain PyTorch has none"
+    return None
+
+
+def _chaos(program: Program, traces: Sequence[Trace]) -> dict[tuple[int, str], float]:
+    """Measure how far each value moves when weights and gradients are moved by rounding."""
+    generator = torch.Generator().manual_seed(program.seed)
+    ranks, count = traces[0].data_rank[1], len(traces[0].shown)
+    plain = Oracle(program, ranks, _exchanges(program))
+    twins = [Oracle(program, ranks, _exchanges(program)) for _ in range(_TWINS)]
+    chaos: dict[tuple[int, str], float] = {}
+    runs = [_truths(program, each, count) for each in (plain, *twins)]
+    for steps in zip(*runs, strict=True):
+        (at, truths), *others = steps
+        for _, moved in others:
+            for truth, other in zip(truths, moved, strict=True):
+                for key, value in _flat(truth).items():
+                    far = distance(_flat(other)[key], value)
+                    if math.isfinite(far):
+                        chaos[at, key] = max(chaos.get((at, key), 0.0), far)
+        for each in (plain, *twins):
+            each.adopt(traces[0].shown[at + 1])
+        for twin in twins:
+            twin.jitter(generator)
+    return chaos
+
+
+def distance(mine: Any, truth: Any, least: float = 0.0) -> float:
+    """Return the largest difference relative to the largest true element; infinite for another shape or a NaN.
+
+    Args:
+        mine: A tensor, a number, or a list of numbers.
+        truth: What it should be.
+        least: What it is relative to at least.
+
+    Example:
+        >>> distance([1.0, 3.0], [1.0, 2.0])
+        0.5
+    """
+    true = torch.as_tensor(truth)
+    own = torch.as_tensor(mine)
+    if own.shape != true.shape:
+        return math.inf
+    if torch.equal(own, true) or not true.numel():
+        return 0.0
+    far = (own.double() - true.double()).abs().max().item()
+    return far / max(true.double().abs().max().item(), least, 1e-12) if far == far else math.inf  # noqa: PLR0124
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+    return found
+
+
+def _kind(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _name(program: Program, at: int) -> str:
+    return type(program.operations[at]).__name__ if 0 <= at < len(program.operations) else "setup"
+
+
+def _names(program: Program) -> set[str]:
+    return {program.strategy} | {each.strategy for each in program.operations if isinstance(each, ops.Switch)}
+
+
+def _exchanges(program: Program) -> dict[str, bool]:
+    """Ask each strategy's card whether ranks exchange buffers before each forward."""
+    cards = {name: plugins.find(name) for name in _names(program)}
+    return {
+        name: any(option.name == "broadcast_buffers" and option.default is True for option in card.options)
+        for name, card in cards.items()
+    }
+
+
+def _short(value: Any) -> str:
+    return str(value.flatten()[:4].tolist() if isinstance(value, torch.Tensor) else value)
+
+
+@contextlib.contextmanager
+def _own_generator() -> Iterator[None]:
+    before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

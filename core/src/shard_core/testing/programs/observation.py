@@ -1,0 +1,149 @@
+"""What a program shows after an operation, and how a rank runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import linecache
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core.errors import ShardError
+from shard_core.selection import get_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shard_core.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Why a rank did not come to the end.
+
+    Attributes:
+        at: The operation's number; -1 for setup.
+        kind: The exception's name.
+        text: Its message, or the whole traceback of an exception that is not ours.
+        ours: Whether it is one of ours.
+        after: What ``state`` shows after it, where it could be asked.
+    """
+
+    at: int
+    kind: str
+    text: str
+    ours: bool
+    after: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What one rank showed.
+
+    Attributes:
+        data_rank: Its place among the data-parallel ranks, and how many those are.
+        shown: After setup and after each operation, values by name.
+        stop: Why it ended early.
+    """
+
+    data_rank: tuple[int, int]
+    shown: list[dict[str, Any]]
+    stop: Stop | None
+
+
+def state(
+    strategy: Strategy, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Return the weights, optimizer states and learning rates; every rank calls this.
+
+    Args:
+        strategy: What set them up.
+        modules: What setup returned.
+        optimizers: What setup returned.
+
+    Returns:
+        On rank 0 ``weights.0.NAME``, ``state.0.NAME.SLOT`` and ``rates.0``; on other ranks the rates alone.
+    """
+    shown: dict[str, Any] = {}
+    for number, module in enumerate(modules):
+        whole = strategy.module_state_dict(module)
+        shown |= {f"weights.{number}.{name}": tensor.clone() for name, tensor in whole.items()}
+    for number, optimizer in enumerate(optimizers):
+        slots = strategy.optimizer_state_dict(optimizer).get("state", {})
+        for name, values in slots.items():
+            tensors = {slot: torch.as_tensor(value).clone() for slot, value in values.items() if value is not None}
+            shown |= {f"state.{number}.{name}.{slot}": tensor for slot, tensor in tensors.items()}
+        shown[f"rates.{number}"] = [float(group["lr"]) for group in optimizer.param_groups]
+    return shown
+
+
+def run(text: str, folder: str) -> Trace:
+    """Run a program's script on this rank.
+
+    Args:
+        text: What ``script_of`` wrote.
+        folder: Where checkpoints go; every rank sees it.
+    """
+    rank = _Rank()
+    namespace: dict[str, Any] = {"__name__": "random_program"}
+    name = "<random program>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), namespace)
+    namespace |= {"get_strategy": rank.get_strategy, "state": rank.state}
+    stop = None
+    try:
+        namespace["main"](rank.show, folder)
+    except Exception as error:  # noqa: BLE001 - whatever a strategy lets through is a finding
+        stop = rank.stop(error)
+    finally:
+        rank.teardown()
+    return Trace(data_rank=rank.data_rank, shown=rank.shown, stop=stop)
+
+
+class _Rank:
+    """Records what a script shows and what it may leave behind."""
+
+    def __init__(self) -> None:
+        self.shown: list[dict[str, Any]] = []
+        self.data_rank = (0, 1)
+        self._strategies: list[Strategy] = []
+        self._asked: tuple[Any, ...] | None = None
+
+    def get_strategy(self, name: str, **options: Any) -> Strategy:
+        strategy = get_strategy(name, **options)
+        strategy.setup_environment()
+        data = strategy.distributed_sampler_kwargs
+        self.data_rank = (data["rank"], data["num_replicas"])
+        self._strategies.append(strategy)
+        return strategy
+
+    def state(self, *asked: Any) -> dict[str, Any]:
+        self._asked = asked
+        return state(*asked)
+
+    def show(self, number: int, **values: Any) -> None:
+        assert number == len(self.shown) - 1
+        generator = {"generator": torch.get_rng_state()}
+        self.shown.append({name: _copied(value) for name, value in values.items()} | generator)
+
+    def stop(self, error: Exception) -> Stop:
+        ours = isinstance(error, ShardError)
+        text = str(error) if ours else "".join(traceback.format_exception(error))
+        at = len(self.shown) - 1
+        after = None
+        if ours and at >= 0 and self._asked is not None and self._strategies[-1] is self._asked[0]:
+            with contextlib.suppress(ShardError):  # what is refused may be what was done before
+                after = state(*self._asked)
+        return Stop(at=at, kind=type(error).__name__, text=text, ours=ours, after=after)
+
+    def teardown(self) -> None:
+        for strategy in self._strategies:
+            strategy.teardown()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    return {name: _copied(each) for name, each in value.items()} if isinstance(value, dict) else value

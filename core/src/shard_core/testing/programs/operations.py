@@ -1,0 +1,287 @@
+"""The operations of random programs: plain data, each with what it needs to be run again anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shard_core.errors import InvalidOption, nearest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backward:
+    """Forward and backward of one micro-batch.
+
+    Attributes:
+        module: Which module.
+        key: Which batch.
+        rows: The samples of each data rank.
+        how: ``"plain"``; ``"retain_graph"``: two backwards through one graph; ``"two_forwards"``: of one loss;
+            ``"crossed"``: two forwards, then their backwards in the other order; ``"gradient"``: of the output and its
+            gradient; ``"method"``: through an entry method.
+        denominator: Whether the loss is a sum and its rows are the denominator.
+        deferred: Whether it stands inside ``no_backward_sync``.
+        extra: Whether the block that is not always called is.
+    """
+
+    module: int = 0
+    key: int
+    rows: tuple[int, ...]
+    how: str = "plain"
+    denominator: bool = False
+    deferred: bool = False
+    extra: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A forward without a backward: ``how`` is ``train``, ``eval``, ``no_grad``, ``inference`` or ``unwrap``."""
+
+    module: int = 0
+    key: int
+    how: str = "eval"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClipNorm:
+    """Clip an optimizer's gradients by their global norm; ``norm_type`` may be infinite."""
+
+    optimizer: int = 0
+    max_norm: float
+    norm_type: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClipValue:
+    """Clamp an optimizer's gradients."""
+
+    optimizer: int = 0
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """Step an optimizer."""
+
+    optimizer: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Closure:
+    """Step an optimizer with a closure that computes the gradients."""
+
+    optimizer: int = 0
+    key: int
+    rows: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroGrad:
+    """Zero gradients, through a module or an optimizer."""
+
+    of_module: bool = False
+    which: int = 0
+    set_to_none: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EditGradients:
+    """Multiply a module's gradients by hand."""
+
+    module: int = 0
+    factor: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EditWeights:
+    """Multiply one parameter by hand, counted round."""
+
+    module: int = 0
+    which: int
+    factor: float = 0.9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChangeLearningRate:
+    """Multiply the learning rate of an optimizer's groups."""
+
+    optimizer: int = 0
+    factor: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepScheduler:
+    """Step an optimizer's learning rate scheduler."""
+
+    optimizer: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """Freeze a part of a module, or train it again."""
+
+    module: int = 0
+    part: str
+    trained: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowWeights:
+    """Show a module's weights, and every optimizer's state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowGradients:
+    """Show a module's gradients."""
+
+    module: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadStateDict:
+    """Load changed weights into a module with its own ``load_state_dict``."""
+
+    module: int = 0
+    factor: float = 0.95
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReloadOptimizer:
+    """Load an optimizer's own ``state_dict()`` into it."""
+
+    optimizer: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduce:
+    """Reduce a tensor over data ranks by ``"mean"``, ``"sum"`` or ``"max"``, or gather it: ``"gather"``."""
+
+    key: int
+    how: str = "mean"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seed:
+    """Seed all generators again."""
+
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Save:
+    """Save a checkpoint of all modules, optimizers and schedulers; ``blocking=False`` goes on meanwhile."""
+
+    blocking: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """Load the last checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Switch:
+    """Save, end the strategy, and go on under another one, or the same anew."""
+
+    strategy: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Evaluate on a data set of ``samples``, through a loader of the strategy's, and gather the outputs."""
+
+    module: int = 0
+    key: int
+    samples: int
+    batch_size: int = 2
+
+
+Operation = (
+    Backward
+    | Forward
+    | ClipNorm
+    | ClipValue
+    | Step
+    | Closure
+    | ZeroGrad
+    | EditGradients
+    | EditWeights
+    | ChangeLearningRate
+    | StepScheduler
+    | Freeze
+    | ShowWeights
+    | ShowGradients
+    | LoadStateDict
+    | ReloadOptimizer
+    | Reduce
+    | Seed
+    | Save
+    | Load
+    | Switch
+    | Evaluate
+)
+
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Operation.__args__}
+"""The operations by name."""
+
+
+def operation_from(record: Any) -> Operation:
+    """Build an operation from what ``record_of`` wrote.
+
+    Args:
+        record: The name under ``"operation"``, and its fields.
+
+    Raises:
+        InvalidOption: If it is no such record.
+
+    Example:
+        >>> operation_from({"operation": "Step", "optimizer": 0})
+        Step(optimizer=0)
+    """
+    if not isinstance(record, dict) or record.get("operation") not in KINDS:
+        name = record.get("operation") if isinstance(record, dict) else record
+        raise InvalidOption(
+            f"{name!r} is no operation{nearest(str(name), KINDS) or ';'} there are: {', '.join(KINDS)}."
+        )
+    kind = KINDS[record["operation"]]
+    fields = {name: value for name, value in record.items() if name != "operation"}
+    operation: Operation = checked(kind, fields)
+    return operation
+
+
+def record_of(operation: Operation) -> dict[str, Any]:
+    """Return what JSON keeps of an operation."""
+    return {"operation": type(operation).__name__, **dataclasses.asdict(operation)}
+
+
+def checked(kind: type[Any], fields: dict[str, Any]) -> Any:
+    """Build a dataclass from a record, whose names and types must be those of its fields.
+
+    Args:
+        kind: The dataclass, of numbers, words, truths and tuples of numbers or words.
+        fields: As JSON has them.
+
+    Raises:
+        InvalidOption: If a name or a type is another.
+    """
+    if not isinstance(fields, dict):
+        raise InvalidOption(f"{kind.__name__} is written as a JSON object, not {fields!r}.")
+    declared = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    for name, value in fields.items():
+        if name not in declared or not _fits(value, declared[name]):
+            raise InvalidOption(f"{kind.__name__} has no field {name!r} that takes {value!r}; it has {declared}.")
+    try:
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    except TypeError as error:
+        raise InvalidOption(f"{kind.__name__} is written with the fields {', '.join(declared)}: {error}.") from error
+
+
+def _fits(value: Any, declared: str) -> bool:
+    if declared.startswith("tuple"):
+        inner = declared.removeprefix("tuple[").split(",")[0]
+        return isinstance(value, list | tuple) and all(_fits(each, inner) for each in value)
+    if value is None:
+        return "None" in declared
+    kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
+    kind = kinds.get(declared.split(" ", maxsplit=1)[0], ())
+    return isinstance(value, kind) and (declared.startswith("bool") or not isinstance(value, bool))

@@ -1,0 +1,238 @@
+"""A program in plain PyTorch: what each rank should show, by the contract and with nothing of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.parts import Batch, batch, loss_of, tensors_of
+from shard_core.testing.programs.plain_run import Count, PlainRun, Values
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shard_core.testing.programs.operations import Operation
+
+_NO_GRADIENTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+class Oracle(PlainRun):
+    """Plays a program's operations one by one.
+
+    Data ranks differ in their batches, their generators and their buffers. Gradients are summed over micro-batches and
+    averaged over data ranks; with denominators they are those of the sum of all losses over the sum of all
+    denominators. What is shown and saved is data rank 0's.
+    """
+
+    def play(self, operation: Operation) -> list[Values]:
+        """Return what each data rank should show after an operation."""
+        self._sent = []
+        match operation:
+            case ops.Backward():
+                self._note(operation)
+                return self._each(lambda rank: self._backward(operation, rank))
+            case ops.Forward():
+                return self._each(lambda rank: self._forward(operation, rank))
+            case ops.Evaluate():
+                return self._each(lambda rank: self._evaluate(operation, rank), together=_interleaved)
+            case ops.Reduce():
+                return [self._reduced(operation)] * len(self._ranks)
+            case _:
+                shown = self._on_all(operation)
+                return [shown] * len(self._ranks)
+
+    @functools.singledispatchmethod
+    def _on_all(self, operation: Operation) -> Values:
+        """Play an operation that is the same on all ranks."""
+        raise NotImplementedError(operation)
+
+    @_on_all.register(ops.ClipNorm)
+    def _(self, operation: ops.ClipNorm) -> Values:
+        self._divide(operation.optimizer)
+        # The infinity norm of no element is an error in torch, and nothing in a norm of all.
+        clipped = [each for each in self._with_gradients(operation.optimizer) if each.numel()]
+        return {"norm": torch.nn.utils.clip_grad_norm_(clipped, operation.max_norm, operation.norm_type)}
+
+    @_on_all.register(ops.ClipValue)
+    def _(self, operation: ops.ClipValue) -> Values:
+        self._divide(operation.optimizer)
+        clipped = self._with_gradients(operation.optimizer)
+        if clipped:  # torch has an error for none
+            torch.nn.utils.clip_grad_value_(clipped, operation.value)
+        return {}
+
+    @_on_all.register(ops.Step)
+    def _(self, operation: ops.Step) -> Values:
+        self._divide(operation.optimizer)
+        self.optimizers[operation.optimizer].step()
+        self._counts[operation.optimizer] = Count()
+        return {"stepped": True} | self.state()
+
+    @_on_all.register(ops.Closure)
+    def _(self, operation: ops.Closure) -> Values:
+        optimizer = self.optimizers[operation.optimizer]
+        optimizer.zero_grad()
+        module = self._program.optimizers[operation.optimizer].module
+        plain = ops.Backward(module=module, key=operation.key, rows=operation.rows)
+        self._each(lambda rank: self._backward(plain, rank))
+        optimizer.step()
+        self._counts[operation.optimizer] = Count()
+        return {"stepped": True} | self.state()
+
+    @_on_all.register(ops.ZeroGrad)
+    def _(self, operation: ops.ZeroGrad) -> Values:
+        owner = self.models[operation.which] if operation.of_module else self.optimizers[operation.which]
+        owner.zero_grad(set_to_none=operation.set_to_none)
+        for number, spec in enumerate(self._program.optimizers):
+            if operation.which == (spec.module if operation.of_module else number):
+                self._counts[number] = Count()
+        return {}
+
+    @_on_all.register(ops.EditGradients)
+    def _(self, operation: ops.EditGradients) -> Values:
+        for parameter in self.models[operation.module].parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(operation.factor)
+        return {}
+
+    @_on_all.register(ops.EditWeights)
+    def _(self, operation: ops.EditWeights) -> Values:
+        parameters = list(self.models[operation.module].parameters())
+        with torch.no_grad():
+            parameters[operation.which % len(parameters)].mul_(operation.factor)
+        return self.state()
+
+    @_on_all.register(ops.ChangeLearningRate)
+    def _(self, operation: ops.ChangeLearningRate) -> Values:
+        for group in self.optimizers[operation.optimizer].param_groups:
+            group["lr"] *= operation.factor
+        return {}
+
+    @_on_all.register(ops.StepScheduler)
+    def _(self, operation: ops.StepScheduler) -> Values:
+        scheduler = self._schedulers[operation.optimizer]
+        assert scheduler is not None
+        scheduler.step()
+        return {"rate": scheduler.get_last_lr()}
+
+    @_on_all.register(ops.Freeze)
+    def _(self, operation: ops.Freeze) -> Values:
+        self.models[operation.module].parts[operation.part].requires_grad_(operation.trained)
+        return {}
+
+    @_on_all.register(ops.ShowWeights)
+    def _(self, operation: ops.ShowWeights) -> Values:
+        del operation
+        return self.state()
+
+    @_on_all.register(ops.ShowGradients)
+    def _(self, operation: ops.ShowGradients) -> Values:
+        return {"gradients": self._gradients(operation.module)}
+
+    @_on_all.register(ops.LoadStateDict)
+    def _(self, operation: ops.LoadStateDict) -> Values:
+        module, factor = operation.module, operation.factor
+        self._fill(module, self._buffers[0][module])
+        weights = self.models[module].state_dict()
+        scaled = {name: each * factor if each.is_floating_point() else each for name, each in weights.items()}
+        self.models[module].load_state_dict(scaled)
+        self._spread(module)
+        return self.state()
+
+    @_on_all.register(ops.ReloadOptimizer)
+    def _(self, operation: ops.ReloadOptimizer) -> Values:
+        optimizer = self.optimizers[operation.optimizer]
+        optimizer.load_state_dict(optimizer.state_dict())
+        return self.state()
+
+    @_on_all.register(ops.Seed)
+    def _(self, operation: ops.Seed) -> Values:
+        self._seed(operation.seed)
+        return {}
+
+    @_on_all.register(ops.Save)
+    def _(self, operation: ops.Save) -> Values:
+        del operation
+        self._saved = self._snapshot()
+        return {}
+
+    @_on_all.register(ops.Load)
+    def _(self, operation: ops.Load) -> Values:
+        del operation
+        self._restore(self._saved)
+        return self.state()
+
+    @_on_all.register(ops.Switch)
+    def _(self, operation: ops.Switch) -> Values:
+        saved = self._snapshot()
+        self._strategy = operation.strategy
+        self._build()
+        self._restore(saved)
+        return self.state()
+
+    def _backward(self, operation: ops.Backward, rank: int) -> Values:
+        module, rows = operation.module, operation.rows[rank]
+        given = batch(operation.key, rank, rows)
+        reduction = "sum" if operation.denominator else "mean"
+
+        def forward(which: Batch) -> torch.Tensor:
+            return loss_of(self._run(module, which, rank, extra=operation.extra), which, reduction)
+
+        match operation.how:
+            case "two_forwards" | "crossed":
+                loss = forward(given)
+                later = forward(batch(operation.key + 1, rank, rows))
+                if operation.how == "two_forwards":
+                    loss = loss + later
+                    self._add(loss)
+                    return {"loss": loss.detach()}
+                self._add(later)
+                self._add(loss)
+                return {"loss": loss.detach(), "later": later.detach()}
+            case "gradient":
+                output = tensors_of(self._run(module, given, rank, extra=operation.extra))[0]
+                self._add((output * 0.1 * given.targets.to(output)).sum())
+                return {"loss": output.detach().sum()}
+            case "method":
+                score = self._run(module, given, rank, extra=operation.extra, method="score")
+                loss = score.sum() if operation.denominator else score.mean()
+            case _:
+                loss = forward(given)
+        if operation.how == "retain_graph":
+            self._add(loss, retain_graph=True)
+            self._add(0.5 * loss)
+        else:
+            self._add(loss)
+        return {"loss": loss.detach()}
+
+    def _forward(self, operation: ops.Forward, rank: int) -> Values:
+        model = self.models[operation.module]
+        model.train(operation.how not in ("eval", "inference"))
+        with _NO_GRADIENTS.get(operation.how, contextlib.nullcontext)():
+            method = "unwrapped" if operation.how == "unwrap" else "forward"
+            output = tensors_of(self._run(operation.module, batch(operation.key, rank, 3), rank, method=method))[0]
+        model.train()
+        return {"output": output.detach().clone()}
+
+    def _evaluate(self, operation: ops.Evaluate, rank: int) -> Values:
+        model = self.models[operation.module].eval()
+        with torch.no_grad():
+            outputs = tensors_of(self._run(operation.module, batch(operation.key, 0, operation.samples), rank))[0]
+        model.train()
+        return {"outputs": outputs}
+
+    def _reduced(self, operation: ops.Reduce) -> Values:
+        numbers = torch.stack([batch(operation.key, rank, 2).inputs for rank in self._ranks])
+        whole = {"gather": numbers, "mean": numbers.mean(0), "sum": numbers.sum(0), "max": numbers.amax(0)}
+        return {"reduced": whole[operation.how]}
+
+
+def _interleaved(shown: Sequence[Values]) -> Values:
+    """Take each sample's output from the data rank that a distributed sampler gives it to."""
+    outputs = [each["outputs"] for each in shown]
+    rows = range(len(outputs[0]))
+    return {"outputs": torch.stack([outputs[row % len(outputs)][row] for row in rows])}

@@ -1,0 +1,219 @@
+"""A training run in plain PyTorch whose data ranks are played by one process, each with what is its own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core.testing.programs.parts import Batch, Model, parameters_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shard_core.testing.programs import operations as ops
+    from shard_core.testing.programs.program import OptimizerSpec, Program
+
+Values = dict[str, Any]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Count:
+    """What denominators add up to for one optimizer, and whether its gradients were divided by it."""
+
+    total: float = 0.0
+    divided: bool = False
+
+
+class PlainRun:
+    """Models, optimizers and schedulers, and each data rank's generator and buffers.
+
+    Args:
+        program: Whose.
+        ranks: How many data ranks.
+        exchanges_buffers: By strategy name, whether rank 0's buffers are sent to all before each forward, as its
+            card says.
+    """
+
+    def __init__(self, program: Program, ranks: int, exchanges_buffers: Mapping[str, bool]) -> None:
+        self._program = program
+        self._ranks = range(ranks)
+        self._exchanges = exchanges_buffers
+        self._strategy = program.strategy
+        self._dtype = torch.float64 if program.precision == "64-true" else torch.float32
+        self._saved: Any = None
+        self._build()
+
+    def _build(self) -> None:
+        self._seed(self._program.seed)
+        torch.set_rng_state(self.generators[0])
+        self.models = [Model(*spec.parts, output=spec.output) for spec in self._program.models]
+        self.generators[0] = torch.get_rng_state()
+        for model in self.models:
+            model.to(self._dtype)
+        self.optimizers = [self._optimizer(spec) for spec in self._program.optimizers]
+        self._schedulers = [
+            torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if spec.scheduled else None
+            for spec, optimizer in zip(self._program.optimizers, self.optimizers, strict=True)
+        ]
+        self._counts = [Count() for _ in self.optimizers]
+        self._buffers = [[_buffers(model) for model in self.models] for _ in self._ranks]
+        self._sent: list[list[dict[str, torch.Tensor]]] = []
+
+    def _optimizer(self, spec: OptimizerSpec) -> torch.optim.Optimizer:
+        peers = [each for each in self._program.optimizers if each.module == spec.module]
+        share = peers.index(spec) if len(peers) > 1 else None
+        groups = parameters_of(self.models[spec.module], spec.groups, share)
+        more: dict[str, Any] = {"weight_decay": spec.weight_decay, "maximize": spec.maximize, "foreach": spec.foreach}
+        match spec.kind:
+            case "sgd" | "momentum":
+                return torch.optim.SGD(groups, lr=0.05, momentum=0.9 * (spec.kind == "momentum"), **more)
+            case "adamw":
+                return torch.optim.AdamW(groups, lr=0.01, eps=1e-6, **more)
+            case _:
+                return torch.optim.Adagrad(groups, lr=0.02, eps=1e-6, **more)
+
+    def state(self) -> Values:
+        """Return what ``observation.state`` should."""
+        shown: Values = {}
+        for number, model in enumerate(self.models):
+            self._fill(number, self._buffers[0][number])
+            shown |= {f"weights.{number}.{name}": each.clone() for name, each in model.state_dict().items()}
+        for number, optimizer in enumerate(self.optimizers):
+            shown |= {f"state.{number}.{name}": each.clone() for name, each in self._slots(number)}
+            shown[f"rates.{number}"] = [group["lr"] for group in optimizer.param_groups]
+        return shown
+
+    def adopt(self, shown: Mapping[str, Any]) -> None:
+        """Go on from the numbers a strategy showed, so that rounding does not grow from operation to operation."""
+        with torch.no_grad():
+            for number, model in enumerate(self.models):
+                for name, parameter in model.named_parameters(remove_duplicate=False):
+                    parameter.copy_(shown.get(f"weights.{number}.{name}", parameter))
+            for number in range(len(self.optimizers)):
+                for name, value in self._slots(number):
+                    value.copy_(shown.get(f"state.{number}.{name}", value))
+
+    def jitter(self, generator: torch.Generator, size: float = 2e-7) -> None:
+        """Move weights and gradients by about two units in the last place, to see how far results follow.
+
+        A gradient that is exactly zero may be rounding elsewhere, so gradients move by the largest of all.
+        """
+        parameters = [parameter for model in self.models for parameter in model.parameters() if parameter.numel()]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        largest = max([float(each.abs().max()) for each in gradients], default=0.0)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator).to(parameter))
+            for gradient in gradients:
+                gradient.add_(size * largest * torch.randn(gradient.shape, generator=generator).to(gradient))
+
+    def _each(
+        self, turn: Callable[[int], Values], together: Callable[[list[Values]], Values] | None = None
+    ) -> list[Values]:
+        shown = []
+        for rank in self._ranks:
+            for number, buffers in enumerate(self._buffers[rank]):
+                self._fill(number, buffers)
+            torch.set_rng_state(self.generators[rank])
+            self._calls = 0
+            shown.append(turn(rank))
+            self.generators[rank] = torch.get_rng_state()
+            self._buffers[rank] = [_buffers(model) for model in self.models]
+        return [together(shown)] * len(shown) if together else shown
+
+    def _run(self, module: int, given: Batch, rank: int, *, extra: bool = False, method: str = "forward") -> Any:
+        """Run a method of a module as the strategy would: after an exchange of buffers, where its card says so."""
+        if self._exchanges[self._strategy] and method != "unwrapped":
+            if rank == 0:
+                self._sent.append([_buffers(model) for model in self.models])
+            self._fill(module, self._sent[self._calls][module])
+            self._calls += 1
+        model = self.models[module]
+        given = given._replace(inputs=given.inputs.to(self._dtype))
+        return model.score(given, extra) if method == "score" else model(given, extra)
+
+    def _add(self, loss: torch.Tensor, **keywords: Any) -> None:
+        (loss / len(self._ranks)).backward(**keywords)
+
+    def _note(self, operation: ops.Backward) -> None:
+        """Count denominators, once for each backward."""
+        calls = 2 if operation.how in ("retain_graph", "crossed") else 1
+        if operation.denominator:
+            for spec, count in zip(self._program.optimizers, self._counts, strict=True):
+                if spec.module == operation.module:
+                    count.total += calls * sum(operation.rows[rank] for rank in self._ranks)
+
+    def _divide(self, which: int) -> None:
+        """Make the sums of an optimizer's gradients those of the global mean, once."""
+        count = self._counts[which]
+        if count.total and not count.divided:
+            for parameter in self._with_gradients(which):
+                assert parameter.grad is not None
+                parameter.grad.mul_(len(self._ranks) / count.total)
+            count.divided = True
+
+    def _gradients(self, module: int) -> Values:
+        """Return the gradients as a step would take them."""
+        factors: dict[torch.Tensor, float] = {}
+        for spec, optimizer, count in zip(self._program.optimizers, self.optimizers, self._counts, strict=True):
+            if spec.module == module:
+                factor = len(self._ranks) / count.total if count.total and not count.divided else 1.0
+                factors |= {each: factor for group in optimizer.param_groups for each in group["params"]}
+        named = self.models[module].named_parameters(remove_duplicate=False)
+        return {name: each.grad * factors[each] for name, each in named if each.grad is not None}
+
+    def _seed(self, seed: int) -> None:
+        self.generators = []
+        for rank in self._ranks:
+            digest = hashlib.blake2b(f"{seed},{rank}".encode(), digest_size=8).digest()
+            torch.manual_seed(seed if rank == 0 else int.from_bytes(digest, "little") >> 1)
+            self.generators.append(torch.get_rng_state())
+
+    def _snapshot(self) -> Any:
+        for number, buffers in enumerate(self._buffers[0]):
+            self._fill(number, buffers)
+        return copy.deepcopy(([each.state_dict() for each in self._holders()], self.generators))
+
+    def _restore(self, saved: Any) -> None:
+        states, generators = copy.deepcopy(saved)
+        for holder, state in zip(self._holders(), states, strict=True):
+            holder.load_state_dict(state)
+        self.generators = generators
+        for number in range(len(self.models)):
+            self._spread(number)
+
+    def _holders(self) -> list[Any]:
+        return [*self.models, *self.optimizers, *(each for each in self._schedulers if each is not None)]
+
+    def _spread(self, module: int) -> None:
+        """Give every rank the buffers that were loaded."""
+        for buffers in self._buffers:
+            buffers[module] = _buffers(self.models[module])
+
+    def _fill(self, module: int, buffers: Mapping[str, torch.Tensor]) -> None:
+        for name, buffer in self.models[module].named_buffers():
+            buffer.data = buffers[name].clone()
+
+    def _with_gradients(self, which: int) -> list[torch.nn.Parameter]:
+        groups = self.optimizers[which].param_groups
+        return [each for group in groups for each in group["params"] if each.grad is not None]
+
+    def _slots(self, which: int) -> list[tuple[str, torch.Tensor]]:
+        """List an optimizer's state as views, by the parameters' first names."""
+        names: dict[torch.Tensor, str] = {
+            each: name for model in self.models for name, each in model.named_parameters()
+        }
+        return [
+            (f"{names[parameter]}.{slot}", value)
+            for parameter, slots in self.optimizers[which].state.items()
+            for slot, value in slots.items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+
+def _buffers(model: Model) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}

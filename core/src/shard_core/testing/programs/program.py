@@ -1,0 +1,104 @@
+"""A training program as plain data, and its form in JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from shard_core.errors import InvalidOption
+from shard_core.testing.programs.operations import checked, operation_from, record_of
+
+if TYPE_CHECKING:
+    from shard_core.testing.programs.operations import Operation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model: its parts, and what its forward returns."""
+
+    parts: tuple[str, ...]
+    output: str = "tensor"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """An optimizer.
+
+    Attributes:
+        module: Whose parameters it steps.
+        kind: ``"sgd"``, ``"momentum"``, ``"adamw"`` or ``"adagrad"``.
+        groups: 1, or 2: matrices, and the rest at another learning rate.
+        maximize: Whether it goes uphill.
+        foreach: Torch's keyword.
+        weight_decay: Torch's keyword.
+        scheduled: Whether it has a scheduler.
+    """
+
+    module: int = 0
+    kind: str = "sgd"
+    groups: int = 1
+    maximize: bool = False
+    foreach: bool | None = None
+    weight_decay: float = 0.0
+    scheduled: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A training program.
+
+    Attributes:
+        seed: What it was drawn from, and what its weights are.
+        strategy: The name of the strategy it begins under.
+        world_size: How many ranks.
+        precision: The name of the precision.
+        models: Its models.
+        optimizers: Its optimizers.
+        late: Whether optimizers are made after setup.
+        operations: What it does.
+    """
+
+    seed: int
+    strategy: str
+    world_size: int = 2
+    precision: str = "32-true"
+    models: tuple[ModelSpec, ...]
+    optimizers: tuple[OptimizerSpec, ...]
+    late: bool = False
+    operations: tuple[Operation, ...] = ()
+
+    def to_json(self) -> str:
+        """Write it as JSON, an operation a line."""
+        record = dataclasses.asdict(self)
+        operations = [json.dumps(record_of(each)) for each in self.operations]
+        del record["operations"]
+        text = json.dumps(record)
+        return text[:-1] + ', "operations": [\n' + ",\n".join(operations) + "\n]}\n"
+
+
+def from_json(text: str) -> Program:
+    """Read a program that ``to_json`` wrote.
+
+    Args:
+        text: The JSON.
+
+    Raises:
+        InvalidOption: If it is none.
+    """
+    try:
+        record: Any = json.loads(text)
+    except ValueError as error:
+        raise InvalidOption(f"a program is written as JSON, and this is none: {error}.") from error
+    if not isinstance(record, dict):
+        raise InvalidOption(f"a program is a JSON object, not {type(record).__name__}.")
+    lists = {name: record.pop(name, []) for name in ("models", "optimizers", "operations")}
+    if not all(isinstance(each, list) for each in lists.values()):
+        raise InvalidOption("a program's models, optimizers and operations are lists.")
+    plain: Program = checked(Program, {**record, "models": (), "optimizers": ()})
+    return dataclasses.replace(
+        plain,
+        models=tuple(checked(ModelSpec, each) for each in lists["models"]),
+        optimizers=tuple(checked(OptimizerSpec, each) for each in lists["optimizers"]),
+        operations=tuple(operation_from(each) for each in lists["operations"]),
+    )

@@ -1,0 +1,87 @@
+"""Campaigns on real ranks, of strategies that are right and of some with one mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shard_core import plugins
+from shard_core.testing.programs.campaign import VERDICTS, campaign, others_of
+from shard_core.testing.programs.coverage import Coverage
+from shard_core.testing.programs.grammar import draw, legal
+from shard_core.testing.programs.kept import kept_programs
+from shard_core.testing.programs.program import from_json
+
+ROGUES = ("summed", "never_clips", "ignores_denominator", "resets_learning_rate", "forgets_buffers", "drops_moments")
+_ALWAYS = ("summed",)
+
+
+@pytest.fixture
+def rogues(site, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    entries = {"shard.strategies": dict.fromkeys(ROGUES, "rogues.plugin")}
+    site.install("shard-rogues", requires=("shard-core>=1,<2",), entries=entries)
+
+
+def test_kept_programs_come_first_and_all_are_counted(worlds):
+    told = []
+    report = campaign(
+        "ddp", count=3, seed=7, others=(), worlds=worlds, on_program=lambda origin, judgement: told.append(origin)
+    )
+    assert report.defect is None, report.defect
+    kept = [name for name, program in kept_programs().items() if program.strategy == "ddp"]
+    assert told == [*kept, "seed 7", "seed 8", "seed 9"]
+    assert (report.count, report.kept, report.next_seed) == (3 + len(kept), len(kept), 10)
+    assert set(report.verdicts) == set(VERDICTS)
+    assert sum(each.count for each in report.refusals) == report.verdicts["refused"]
+    assert report.programs_per_second > 0
+    assert 0 < report.pairs.share < report.cells.share < 1
+
+
+def test_one_rank(worlds):
+    report = campaign("single", count=3, world_size=1, worlds=worlds)
+    assert (report.verdicts["defect"], report.count, report.others) == (0, 3, ())
+
+
+def test_nothing_begins_after_the_time():
+    report = campaign("single", count=3, seed=4, minutes=1e-9, world_size=1, others=())
+    assert (report.count, report.next_seed, report.programs_per_second) == (0, 4, 0.0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in _ALWAYS else pytest.mark.long) for each in ROGUES]
+)
+def test_a_mistake_is_found_and_shrunk(name, rogues, worlds):
+    report = campaign(name, count=60, others=(), worlds=worlds)
+    assert report.defect is not None
+    assert report.verdicts["defect"] == 1
+    program = report.defect.program
+    assert legal(program)
+    assert len(program.operations) <= 5
+    assert from_json(program.to_json()) == program
+    assert report.defect.origin == f"seed {report.next_seed - 1}"
+    compile(report.defect.script, "script", "exec")
+    assert report.defect.judgement.symptom in report.defect.script
+
+
+def test_others_are_those_that_can_go_on():
+    assert others_of(plugins.find("ddp"), 1) == ()
+    others = others_of(plugins.find("ddp"), 2)
+    assert not {"ddp", "single", "tp"} & set(others)
+    for name in others:
+        assert "cpu" in plugins.find(name).devices
+
+
+def test_only_what_was_reached_is_covered():
+    program = draw(0, "ddp")
+    coverage = Coverage("ddp", 2, ())
+    coverage.add(program, 0)
+    assert (coverage.pairs.seen, coverage.cells.seen) == (0, 0)
+    coverage.add(program, 1)
+    assert coverage.pairs.seen == 0
+    assert 0 < coverage.cells.seen <= 2 * len(program.models[0].parts) or len(program.models) > 1
+    coverage.add(program, 2)
+    assert coverage.pairs.seen == 1
+    assert 0 < coverage.pairs.share < 0.01

@@ -1,0 +1,96 @@
+"""What is drawn: legal, again the same, and everything there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.grammar import draw, legal
+from shard_core.testing.programs.parts import PARTS
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
+
+PLAIN = Program(seed=0, strategy="ddp", models=(ModelSpec(parts=("linear",)),), optimizers=(OptimizerSpec(),))
+BACKWARD = ops.Backward(key=1, rows=(2, 2))
+DEFERRED = dataclasses.replace(BACKWARD, deferred=True)
+COUNTED = dataclasses.replace(BACKWARD, denominator=True)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return [draw(seed, "ddp", others=("fsdp",)) for seed in range(300)]
+
+
+def kinds_of(program):
+    return [type(each).__name__ for each in program.operations]
+
+
+def test_programs_are_legal(drawn):
+    assert all(map(legal, drawn))
+
+
+def test_a_seed_draws_one_program(drawn):
+    assert [draw(seed, "ddp", others=("fsdp",)) for seed in range(20)] == drawn[:20]
+    assert draw(0, "single") != draw(1, "single")
+
+
+def test_everything_is_drawn(drawn):
+    assert {kind for program in drawn for kind in kinds_of(program)} == set(ops.KINDS)
+    assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
+    assert {each.kind for program in drawn for each in program.optimizers} == {"sgd", "momentum", "adamw", "adagrad"}
+
+
+def test_programs_are_long(drawn):
+    lengths = sorted(len(program.operations) for program in drawn)
+    assert lengths[len(lengths) // 2] >= 12
+
+
+@pytest.mark.slow
+def test_nearly_every_operation_follows_every_other():
+    pairs = set()
+    for seed in range(2000):
+        pairs.update(itertools.pairwise(kinds_of(draw(seed, "ddp", others=("fsdp",)))))
+    assert len(pairs) >= 0.95 * len(ops.KINDS) ** 2
+
+
+def test_one_strategy_goes_on_as_itself_alone():
+    switches = [each for seed in range(100) for each in draw(seed, "ddp").operations if isinstance(each, ops.Switch)]
+    assert {each.strategy for each in switches} <= {"ddp"}
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        (ops.Load(),),
+        (DEFERRED, ops.Step()),
+        (DEFERRED, ops.ShowGradients()),
+        (BACKWARD, COUNTED),
+        (COUNTED, BACKWARD),
+        (COUNTED, ops.ClipValue(value=1.0), COUNTED),
+        (dataclasses.replace(BACKWARD, rows=(2, 0)),),
+        (ops.StepScheduler(),),
+        (ops.Freeze(part="norm"),),
+        (ops.Step(optimizer=1),),
+        (ops.Forward(module=1, key=0),),
+        (ops.ZeroGrad(of_module=True, which=1),),
+    ],
+)
+def test_what_plain_pytorch_forbids_is_illegal(operations):
+    assert not legal(dataclasses.replace(PLAIN, operations=operations))
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        (ops.Save(), ops.Step(), ops.Load()),
+        (DEFERRED, BACKWARD, ops.Step()),
+        (DEFERRED, ops.ZeroGrad(), COUNTED),
+        (BACKWARD, ops.ZeroGrad(), COUNTED),
+        (dataclasses.replace(COUNTED, rows=(2, 0)),),
+        (ops.Step(), ops.ShowGradients()),
+    ],
+)
+def test_odd_places_are_legal(operations):
+    assert legal(dataclasses.replace(PLAIN, operations=operations))

@@ -1,0 +1,133 @@
+"""The oracle of random programs against loops written by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.oracle import Oracle
+from shard_core.testing.programs.parts import Model, batch, loss_of
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
+
+SEED = 5
+
+
+def oracle_of(*parts, ranks, **optimizer):
+    program = Program(
+        seed=SEED,
+        strategy="ddp",
+        world_size=ranks,
+        models=(ModelSpec(parts=parts),),
+        optimizers=(OptimizerSpec(**optimizer),),
+    )
+    return Oracle(program, ranks, {"ddp": False})
+
+
+def model_of(*parts):
+    torch.manual_seed(SEED)
+    return Model(*parts)
+
+
+def assert_weights(oracle, model, **bounds):
+    shown = {name: value for name, value in oracle.state().items() if name.startswith("weights.0.")}
+    weights = {f"weights.0.{name}": value for name, value in model.state_dict().items()}
+    assert shown.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(shown[name], value, **bounds)
+
+
+@pytest.fixture(autouse=True)
+def _own_generator():
+    with torch.random.fork_rng():
+        yield
+
+
+def test_one_rank_is_the_plain_loop():
+    parts = ("linear", "norm", "batch_norm")
+    oracle = oracle_of(*parts, ranks=1, kind="momentum", weight_decay=0.05)
+    model = model_of(*parts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.05)
+    assert_weights(oracle, model, rtol=0, atol=0)
+    for key in range(3):
+        given = batch(key, 0, 3)
+        loss = loss_of(model(given), given)
+        loss.backward()
+        (shown,) = oracle.play(ops.Backward(key=key, rows=(3,)))
+        assert torch.equal(shown["loss"], loss)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        (shown,) = oracle.play(ops.ClipNorm(max_norm=0.1))
+        assert torch.equal(shown["norm"], norm)
+        optimizer.step()
+        (shown,) = oracle.play(ops.Step())
+        assert shown["stepped"] is True
+        assert_weights(oracle, model, rtol=0, atol=0)
+        moments = optimizer.state[model.head.weight]["momentum_buffer"]
+        assert torch.equal(shown["state.0.head.weight.momentum_buffer"], moments)
+        optimizer.zero_grad()
+        oracle.play(ops.ZeroGrad())
+
+
+def test_gradients_are_summed_over_micro_batches_and_averaged_over_ranks():
+    oracle, model = oracle_of("linear", ranks=2), model_of("linear")
+    for key, deferred in ((1, True), (2, False)):
+        shown = oracle.play(ops.Backward(key=key, rows=(2, 2), deferred=deferred))
+        for rank in range(2):
+            given = batch(key, rank, 2)
+            loss = loss_of(model(given), given)
+            (loss / 2).backward()
+            assert torch.equal(shown[rank]["loss"], loss)
+    for shown in oracle.play(ops.ShowGradients()):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(shown["gradients"][name], parameter.grad)
+
+
+def test_denominators_make_the_mean_over_all_rows():
+    oracle, model = oracle_of("linear", ranks=2), model_of("linear")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rows = {1: (3, 1), 2: (2, 0)}
+    losses = torch.zeros(())
+    for key, counts in rows.items():
+        oracle.play(ops.Backward(key=key, rows=counts, denominator=True))
+        for rank, count in enumerate(counts):
+            given = batch(key, rank, count)
+            losses = losses + loss_of(model(given), given, "sum")
+    (losses / sum(map(sum, rows.values()))).backward()
+    shown = oracle.play(ops.ClipNorm(max_norm=1e9))
+    torch.testing.assert_close(shown[0]["norm"], torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    oracle.play(ops.Step())
+    optimizer.step()
+    assert_weights(oracle, model)
+
+
+def test_zeroed_gradients_take_their_denominators_along():
+    oracle, model = oracle_of("linear", ranks=2), model_of("linear")
+    oracle.play(ops.Backward(key=1, rows=(4, 4), denominator=True))
+    oracle.play(ops.ZeroGrad(set_to_none=False))
+    oracle.play(ops.Backward(key=2, rows=(1, 2), denominator=True))
+    losses = [loss_of(model(batch(2, rank, rank + 1)), batch(2, rank, rank + 1), "sum") for rank in range(2)]
+    (sum(losses) / 3).backward()
+    shown = oracle.play(ops.ShowGradients())[0]["gradients"]
+    torch.testing.assert_close(shown["head.weight"], model.head.weight.grad)
+
+
+def test_each_rank_has_buffers_of_its_own_and_rank_zeros_are_shown():
+    oracle, model = oracle_of("batch_norm", ranks=2), model_of("batch_norm")
+    oracle.play(ops.Forward(key=1, how="train"))
+    model(batch(1, 0, 3))
+    assert_weights(oracle, model, rtol=0, atol=0)
+
+
+def test_what_was_saved_comes_back():
+    oracle = oracle_of("linear", ranks=2, kind="adamw")
+    oracle.play(ops.Backward(key=1, rows=(2, 2)))
+    oracle.play(ops.Step())
+    oracle.play(ops.Save())
+    before = oracle.state()
+    oracle.play(ops.EditWeights(which=0))
+    oracle.play(ops.Step())
+    oracle.play(ops.Load())
+    after = oracle.state()
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(torch.as_tensor(after[name]), torch.as_tensor(value)), name
