@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,14 @@ class LeavesWithThree(Rogue):
 
     def launch(self, function: Callable[..., Any], *args: Any) -> Any:
         result = super().launch(function, *args)
-        atexit.register(os._exit, 3)
+        atexit.register(_leave)
         return result
+
+
+def _leave() -> None:
+    # torchrun ends the other ranks as soon as one fails, and some may not have returned from launch yet.
+    time.sleep(2)
+    os._exit(3)
 
 
 class StaysHere(Rogue):
