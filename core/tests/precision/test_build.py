@@ -1,6 +1,7 @@
 """Names become parts, parts keep their tables, and a broken table is noticed."""
 
 import dataclasses
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ from shard_core.errors import PrecisionMismatch
 from shard_core.precision.build import build_precision
 from shard_core.precision.dtypes import dtype_named
 from shard_core.precision.policies import POLICIES
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+    count: int
 
 
 class Mixture(nn.Module):
@@ -48,11 +54,13 @@ def test_a_tensor_that_was_cast_back_is_named() -> None:
 @pytest.mark.parametrize("name", ["bf16-true", "64-true", "16-true"])
 def test_inputs_are_cast_along(name: str) -> None:
     dtype = dtype_named(POLICIES[name].compute)
-    data = {"x": [torch.ones(1)], "y": (torch.ones(1, dtype=torch.int64), "text", None)}
+    named = Named(torch.ones(1), 3)
+    data = {"x": [torch.ones(1)], "y": (torch.ones(1, dtype=torch.int64), "text", None), "z": named}
     cast = build_precision(name).convert_input(data)
     assert cast["x"][0].dtype == dtype
     assert cast["y"][0].dtype == torch.int64
     assert cast["y"][1:] == ("text", None)
+    assert (type(cast["z"]), cast["z"].x.dtype, cast["z"].count) == (Named, dtype, 3)
 
 
 @pytest.mark.parametrize("name", ["32-true", "bf16-mixed"])

@@ -73,7 +73,7 @@ def check_module(module: torch.nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def convert_input(data: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in nested tuples, lists and dicts.
+    """Cast the floating-point tensors in nested tuples, named ones too, lists and dicts.
 
     Args:
         data: Arguments of a forward.
@@ -84,8 +84,9 @@ def convert_input(data: Any, dtype: torch.dtype) -> Any:
     """
     if isinstance(data, torch.Tensor):
         return data.to(dtype) if data.is_floating_point() else data
-    if isinstance(data, tuple) and not hasattr(data, "_fields"):
-        return tuple(convert_input(item, dtype) for item in data)
+    if isinstance(data, tuple):
+        items = (convert_input(item, dtype) for item in data)
+        return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
     if isinstance(data, list):
         return [convert_input(item, dtype) for item in data]
     if type(data) is dict:

@@ -76,7 +76,7 @@ def judge(program: Program, world: World, *, timeout: float = 20.0) -> Judgement
     # A bound is broken: rounding all but disappears in float64, a defect stays.
     if program.precision == "32-true" and all("64-true" in plugins.find(name).precisions for name in _names(program)):
         exact, _ = _judge(dataclasses.replace(program, precision="64-true"), world, timeout)
-        if exact.verdict != "defect":
+        if exact.verdict == "equal" or (exact.verdict == "refused" and exact.at > judgement.at):
             return dataclasses.replace(judgement, verdict="equal", settled=True)
     return judgement
 

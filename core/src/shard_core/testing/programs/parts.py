@@ -36,13 +36,14 @@ class Batch(NamedTuple):
     targets: torch.Tensor
 
 
-def batch(key: int, rank: int, rows: int) -> Batch:
+def batch(key: int, rank: int, rows: int, dtype: torch.dtype = torch.float32) -> Batch:
     """Draw a data rank's batch, the same wherever it is drawn.
 
     Args:
         key: Which batch.
         rank: Of the data rank.
         rows: How many samples; may be 0.
+        dtype: Of the inputs, which are drawn in float32.
 
     Returns:
         The tensors, in host memory.
@@ -53,7 +54,7 @@ def batch(key: int, rank: int, rows: int) -> Batch:
     """
     generator = torch.Generator().manual_seed(1000 * key + rank)
     return Batch(
-        torch.randn(rows, _LENGTH, _WIDTH, generator=generator),
+        torch.randn(rows, _LENGTH, _WIDTH, generator=generator).to(dtype),
         torch.randint(_VOCABULARY, (rows, _LENGTH), generator=generator),
         torch.randn(rows, _OUTPUTS, generator=generator),
     )
@@ -377,7 +378,7 @@ def evaluate(strategy: Strategy, model: nn.Module, key: int, samples: int, batch
     Returns:
         The predictions, in the order of the data set.
     """
-    data = torch.utils.data.TensorDataset(*batch(key, 0, samples))
+    data = torch.utils.data.TensorDataset(*batch(key, 0, samples, next(model.parameters()).dtype))
     loader = strategy.process_dataloader(torch.utils.data.DataLoader(data, batch_size=batch_size))
     model.eval()
     with torch.no_grad():

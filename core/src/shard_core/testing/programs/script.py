@@ -134,7 +134,7 @@ def _(operation: ops.Step, program: Program, *_: object) -> Lines:
 def _(operation: ops.Closure, program: Program, *_: object) -> Lines:
     name, optimizer = MODULES[program.optimizers[operation.optimizer].module], OPTIMIZERS[operation.optimizer]
     return [
-        f"given = {_batch(operation.key, operation.rows)}",
+        f"given = {_batch(program, operation.key, operation.rows)}",
         "def closure():",
         f"    {optimizer}.zero_grad()",
         f"    loss = loss_of({name}(given), given)",
@@ -248,12 +248,12 @@ def _(operation: ops.Switch, program: Program, number: int, *_: object) -> Lines
 
 
 @_lines.register(ops.Backward)
-def _(operation: ops.Backward, *_: object) -> Lines:
+def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
     reduction = ", 'sum'" if operation.denominator else ""
     counted = ", denominator=len(given.inputs)" if operation.denominator else ""
     extra = ", extra=True" if operation.extra else ""
-    lines = [f"given = {_batch(operation.key, operation.rows)}"]
+    lines = [f"given = {_batch(program, operation.key, operation.rows)}"]
     loss = f"loss = loss_of({name}(given{extra}), given{reduction})"
     shown = ["loss=loss"]
     match operation.how:
@@ -263,7 +263,7 @@ def _(operation: ops.Backward, *_: object) -> Lines:
             lines += [loss, f"strategy.backward(loss, {name}{counted}, retain_graph=True)"]
             lines += [f"strategy.backward(0.5 * loss, {name}{counted})"]
         case "two_forwards" | "crossed":
-            other = f"other = {_batch(operation.key + 1, operation.rows)}"
+            other = f"other = {_batch(program, operation.key + 1, operation.rows)}"
             second = f"{name}(other{extra})"
             if operation.how == "two_forwards":
                 lines += [other, f"{loss} + loss_of({second}, other{reduction})"]
@@ -288,10 +288,10 @@ def _(operation: ops.Backward, *_: object) -> Lines:
 
 
 @_lines.register(ops.Forward)
-def _(operation: ops.Forward, *_: object) -> Lines:
+def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
     called = f"strategy.unwrap({name})" if operation.how == "unwrap" else name
-    line = f"output = tensors_of({called}({_batch(operation.key, (3,))}))[0]"
+    line = f"output = tensors_of({called}({_batch(program, operation.key, (3,))}))[0]"
     context = _FORWARDS[operation.how]
     lines = [f"with {context}:", f"    {line}"] if context else [line]
     if operation.how in ("eval", "inference"):
@@ -299,9 +299,10 @@ def _(operation: ops.Forward, *_: object) -> Lines:
     return lines, ["output=output.detach()"]
 
 
-def _batch(key: int, rows: tuple[int, ...]) -> str:
+def _batch(program: Program, key: int, rows: tuple[int, ...]) -> str:
     count = f"{rows}[rank]" if len(set(rows)) > 1 else str(rows[0])
-    return f"strategy.batch_to_device(batch({key}, rank, {count}))"
+    dtype = ", torch.float64" if program.precision == "64-true" else ""
+    return f"strategy.batch_to_device(batch({key}, rank, {count}{dtype}))"
 
 
 def _strategy(program: Program, name: str) -> str:
