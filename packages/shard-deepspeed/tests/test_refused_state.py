@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from shard_core import get_strategy
-from shard_core.errors import SetupError
+from shard_core import SetupError, get_strategy
 from shard_core.testing import models, set_up
 
 

@@ -6,6 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
+from shard_core import plugins
 from shard_core.testing.programs import operations as ops
 
 if TYPE_CHECKING:
@@ -306,8 +307,12 @@ def _batch(program: Program, key: int, rows: tuple[int, ...]) -> str:
 
 
 def _strategy(program: Program, name: str) -> str:
-    precision = "" if program.precision == "32-true" else f", precision={program.precision!r}"
-    return f"get_strategy({name!r}{precision})"
+    more = "" if program.precision == "32-true" else f", precision={program.precision!r}"
+    # A block that is not always called is what this option of strategies that have it is for.
+    skips = any("extra" in model.parts for model in program.models)
+    if skips and any(option.name == "find_unused_parameters" for option in plugins.find(name).options):
+        more += ", find_unused_parameters=True"
+    return f"get_strategy({name!r}{more})"
 
 
 def _optimizers(program: Program) -> list[tuple[str, OptimizerSpec]]:
