@@ -44,7 +44,8 @@ def reached_by(loss: torch.Tensor, modules: Sequence[nn.Module]) -> list[bool]:
 def _leaves(module: nn.Module) -> Iterator[torch.Tensor]:
     """Iterate over the tensors at which graphs end that reach a module's parameters."""
     for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
+        # The class's own: what a part lists by itself may be what optimizers step, and free what computes for it.
+        for name, parameter in torch.nn.Module.named_parameters(part, recurse=False):
             yield parameter
             # What computes may stand before what optimizers step, under the same name.
             full = vars(part).get(name)
