@@ -58,7 +58,9 @@ def laid_out(name: str, options: dict[str, Any]) -> Any:
         shape = dict(zip(strategy.device_mesh.mesh_dim_names, strategy.device_mesh.shape, strict=True))
         held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         loss = model(*models.share_of(strategy, models.batches("gpt", 1, 12)[0]))
-        whole = [not isinstance(next(block.parameters()), DTensor) for block in model.blocks]
+        # What blocks compute with, not what they list by themselves: the shards, freed of what was gathered.
+        held_now = [next(iter(torch.nn.Module.named_parameters(block))) for block in model.blocks]
+        whole = [not isinstance(parameter, DTensor) for _, parameter in held_now]
         strategy.backward(loss, model)
         return shape, held, whole
 
