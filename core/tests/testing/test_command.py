@@ -209,6 +209,7 @@ def test_a_ledger_that_is_none_is_a_sentence(tmp_path):
         assert file.read_text() == text
 
 
+@pytest.mark.long
 def test_programs_go_on_from_seed_to_seed(tmp_path):
     arguments = ("single", "--programs", "2", "--ledger", "ledger.json")
     done = kit(*arguments, "--seed", "40", folder=tmp_path)
@@ -221,6 +222,7 @@ def test_programs_go_on_from_seed_to_seed(tmp_path):
     assert json.loads((tmp_path / "ledger.json").read_text()) == {"single": 44}
 
 
+@pytest.mark.long
 def test_a_defect_is_shrunk_printed_and_written(doubtful, tmp_path):
     done = kit("doubtful", "--programs", "40", folder=tmp_path, **doubtful)
     assert done.returncode == 1, done.stdout + done.stderr
