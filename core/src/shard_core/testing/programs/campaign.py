@@ -268,7 +268,7 @@ def _shrunk(origin: str, program: Program, found: Judgement, worlds: Worlds) -> 
 
 @contextlib.contextmanager
 def _ranks(worlds: Worlds | None) -> Iterator[Worlds]:
-    """Give the worlds that are there, or some that end with the campaign."""
+    """Yield the worlds that are there, or some that end with the campaign."""
     if worlds is not None:
         yield worlds
         return

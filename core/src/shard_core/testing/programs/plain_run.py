@@ -190,7 +190,7 @@ class PlainRun:
         return [*self.models, *self.optimizers, *(each for each in self._schedulers if each is not None)]
 
     def _spread(self, module: int) -> None:
-        """Give every rank the buffers that were loaded."""
+        """Copy the buffers that were loaded to every rank."""
         for buffers in self._buffers:
             buffers[module] = _buffers(self.models[module])
 
