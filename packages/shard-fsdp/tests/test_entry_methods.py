@@ -164,3 +164,47 @@ def test_a_method_reads_lists_of_parameters(worlds: Any, options: dict[str, Any]
     for weights in worlds(2).run(listed, options):
         for name, tensor in plain.state_dict().items():
             assert torch.allclose(weights[name], tensor), name
+
+
+class Asking(nn.Module):
+    """Asks for its dtype in the middle of a method, and reads a parameter of its own after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).to(next(self.parameters()).dtype) * self.scale
+        x = self.second(x) * self.scale
+        next(self.parameters())
+        return (self.third(x) * self.scale).square().mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(x)
+
+
+def asked(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with get_strategy("fsdp", **options) as strategy:
+        torch.manual_seed(0)
+        model = Asking()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        for _ in range(2):
+            strategy.backward(model.loss(data(strategy.global_rank)), model)
+            strategy.optimizer_step(optimizer)
+            model.zero_grad()
+        return {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+@pytest.mark.parametrize("options", [{}, {"unit_bytes": 1}], ids=["root", "units"])
+def test_a_method_lists_parameters_and_goes_on(worlds: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = Asking()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        torch.stack([plain.loss(data(rank)) for rank in range(2)]).mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+    for weights in worlds(2).run(asked, options):
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)

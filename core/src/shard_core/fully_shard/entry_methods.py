@@ -57,6 +57,7 @@ class EntryMethods:
         self._inside: RemovableHandle | None = None
         self._contexts = contextlib.ExitStack()
         self._started = False
+        self._stale = False
         self._output: Any = None
         for first, *_ in set(self._unit_of.values()):
             setattr(first, _PASS_ON, self._give_output)
@@ -73,12 +74,19 @@ class EntryMethods:
         """Whether a forward or a backward runs just now."""
         return self._inside is not None or in_backward()
 
+    def gather_anew(self) -> None:
+        """Have the next call gather what it needs again: shards may be changed until then."""
+        self._stale = True
+
     def _enter(self, part: torch.nn.Module, args: Any) -> None:
         del args
         # Activation checkpointing calls again in backward what has run before.
         if torch.compiler.is_compiling() or self._inside is not None or in_backward():
             return
         self._inside = part.register_forward_hook(self._leave, always_call=True)
+        stale, self._stale = self._stale, False
+        if stale:
+            reshard(self._module)
         if part is self._module:
             self._started = True
             return
@@ -88,6 +96,8 @@ class EntryMethods:
             # Torch takes the first module that runs for the outermost.
             self._pass_on(self._module, None)
             self._started = True
+        if stale:  # a method goes on with what the root had gathered
+            cast("FSDPModule", self._module).unshard()
         cast("FSDPModule", self._unit_of[part][0]).unshard()
 
     def _leave(self, part: torch.nn.Module, args: Any, output: Any) -> Any:

@@ -149,8 +149,7 @@ class FullySharder:
             self._syncs[module] = DeferredSync(module, units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._gradients[module] = DeferredGradients(shards)
-        calls = EntryMethods(module, units)
-        list_shards(module, lambda: calls.running)
+        list_shards(module, EntryMethods(module, units))
         NoInferenceMode(module)
         module.register_load_state_dict_pre_hook(_shard_full_tensors)
         return units
