@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.parts import Batch, batch, loss_of, tensors_of
+from shard_core.testing.programs.model import Batch, batch, loss_of, tensors_of
 from shard_core.testing.programs.plain_run import Count, PlainRun, Values
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core.testing.programs.parts import Batch, Model, parameters_of
+from shard_core.testing.programs.model import Batch, Model, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,0 +1,151 @@
+"""The models of random programs, the batches they are given, and what is done with them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shard_core.errors import nearest
+from shard_core.testing.programs.parts import LENGTH, PARTS, PLAN, VOCABULARY, WIDTH, Extra
+
+if TYPE_CHECKING:
+    from shard_core.strategy import Strategy
+
+_OUTPUTS = 3
+
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | dict[str, torch.Tensor]
+
+
+class Batch(NamedTuple):
+    """What one rank is given.
+
+    Attributes:
+        inputs: Shape (rows, 4, 8).
+        tokens: Shape (rows, 4), from 0 to 10.
+        targets: Shape (rows, 3).
+    """
+
+    inputs: torch.Tensor
+    tokens: torch.Tensor
+    targets: torch.Tensor
+
+
+def batch(key: int, rank: int, rows: int, dtype: torch.dtype = torch.float32) -> Batch:
+    """Draw a data rank's batch, the same wherever it is drawn.
+
+    Args:
+        key: Which batch.
+        rank: Of the data rank.
+        rows: How many samples; may be 0.
+        dtype: Of the inputs, which are drawn in float32.
+
+    Returns:
+        The tensors, in host memory.
+
+    Example:
+        >>> batch(3, 0, 2).inputs.shape
+        torch.Size([2, 4, 8])
+    """
+    generator = torch.Generator().manual_seed(1000 * key + rank)
+    return Batch(
+        torch.randn(rows, LENGTH, WIDTH, generator=generator).to(dtype),
+        torch.randint(VOCABULARY, (rows, LENGTH), generator=generator),
+        torch.randn(rows, _OUTPUTS, generator=generator),
+    )
+
+
+class Model(nn.Module):
+    """A chain of parts, each added to what came in, and a layer on top.
+
+    Args:
+        parts: Names from ``PARTS``, each at most once.
+        output: What forward returns: ``"tensor"``, ``"tuple"`` or ``"dict"``.
+    """
+
+    def __init__(self, *parts: str, output: str = "tensor") -> None:
+        super().__init__()
+        unknown = next((part for part in parts if part not in PARTS), None)
+        if unknown is not None:
+            raise KeyError(f"no part {unknown!r}{nearest(unknown, PARTS)}; there are: {', '.join(PARTS)}")
+        self.output = output
+        self.parts = nn.ModuleDict({name: PARTS[name]() for name in parts})
+        self.head = nn.Linear(WIDTH, _OUTPUTS)
+        plan = {f"parts.{name}": style for name, style in PLAN.items() if name.partition(".")[0] in parts}
+        self.config = types.SimpleNamespace(base_model_tp_plan={**plan, "head": "rowwise_split_input"})
+
+    def forward(self, given: Batch, extra: bool = False) -> Output:
+        """Compute a prediction of shape (rows, 3) and, in a tuple or a dict, an auxiliary value a row."""
+        hidden = given.inputs
+        for part in self.parts.values():
+            if extra or not isinstance(part, Extra):
+                hidden = hidden + part(hidden, given.tokens)
+        prediction = self.head(hidden.mean(1))
+        auxiliary = hidden.square().mean((1, 2))
+        if self.output == "tuple":
+            return prediction, auxiliary
+        return {"prediction": prediction, "auxiliary": auxiliary} if self.output == "dict" else prediction
+
+    def score(self, given: Batch, extra: bool = False) -> torch.Tensor:
+        """Compute a number a row: a method other than forward that is trained through, too."""
+        return tensors_of(self.forward(given, extra))[0].tanh().sum(1)
+
+
+def tensors_of(output: Output) -> list[torch.Tensor]:
+    """List the tensors of a model's output, the prediction first."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    return list(output.values()) if isinstance(output, Mapping) else list(output)
+
+
+def loss_of(output: Output, given: Batch, reduction: str = "mean") -> torch.Tensor:
+    """Compute the loss of a model's output: the mean over the rows, or with ``"sum"`` their sum."""
+    prediction, *auxiliary = tensors_of(output)
+    rows = (prediction - given.targets.to(prediction)).square().mean(1)
+    rows = rows + sum(0.1 * each for each in auxiliary)
+    return rows.sum() if reduction == "sum" else rows.mean()
+
+
+def parameters_of(model: nn.Module, groups: int = 1, share: int | None = None) -> list[dict[str, Any]]:
+    """List a model's parameters as param groups.
+
+    Args:
+        model: Any model.
+        groups: 1, or 2: matrices, and the rest at twice the learning rate and without weight decay.
+        share: 0 or 1 for every other parameter, where two optimizers share a model.
+
+    Returns:
+        What an optimizer takes.
+    """
+    parameters = list(model.parameters())[slice(share, None, None if share is None else 2)]
+    if groups == 1:
+        return [{"params": parameters}]
+    return [
+        {"params": [each for each in parameters if each.ndim >= 2]},
+        {"params": [each for each in parameters if each.ndim < 2], "lr": 0.03, "weight_decay": 0.0},
+    ]
+
+
+def evaluate(strategy: Strategy, model: nn.Module, key: int, samples: int, batch_size: int) -> torch.Tensor:
+    """Evaluate a set-up model on a data set, each sample once.
+
+    Args:
+        strategy: What set it up.
+        model: What setup returned.
+        key: Of the batch whose rows are the data set.
+        samples: Its size.
+        batch_size: Of each rank.
+
+    Returns:
+        The predictions, in the order of the data set.
+    """
+    data = torch.utils.data.TensorDataset(*batch(key, 0, samples, next(model.parameters()).dtype))
+    loader = strategy.process_dataloader(torch.utils.data.DataLoader(data, batch_size=batch_size))
+    model.eval()
+    with torch.no_grad():
+        outputs = [strategy.gather_for_metrics(tensors_of(model(Batch(*each)))[0]) for each in loader]
+    model.train()
+    return torch.cat(outputs)
