@@ -44,7 +44,7 @@ def list_shards(module: torch.nn.Module, calls: EntryMethods) -> None:
             return listed
         calls.gather_anew()
         instead = shards_of(part)
-        return ((name, each if isinstance(each, DTensor) else instead.get(each, each)) for name, each in listed)
+        return ((name, instead.get(each, each)) for name, each in listed)
 
     for part in module.modules():
         # A bound method, as torch's compiler expects of those that users have replaced.
