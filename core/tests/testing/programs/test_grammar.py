@@ -11,6 +11,7 @@ from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.parts import PARTS
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
+from shard_core.testing.programs.settings import KINDS, offered
 
 PLAIN = Program(seed=0, strategy="ddp", models=(ModelSpec(parts=("linear",)),), optimizers=(OptimizerSpec(),))
 BACKWARD = ops.Backward(key=1, rows=(2, 2))
@@ -39,7 +40,18 @@ def test_a_seed_draws_one_program(drawn):
 def test_everything_is_drawn(drawn):
     assert {kind for program in drawn for kind in kinds_of(program)} == set(ops.KINDS)
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
-    assert {each.kind for program in drawn for each in program.optimizers} == {"sgd", "momentum", "adamw", "adagrad"}
+    assert {each.kind for program in drawn for each in program.optimizers} == set(KINDS)
+    assert {option for program in drawn for option in program.options} == set(offered("ddp"))
+
+
+def test_an_option_is_drawn_where_it_acts():
+    assert "sub_group_size=100" not in offered("ddp")
+    assert set(offered("single")) == {"activation_checkpointing=torch.nn.Linear"}
+
+
+def test_an_option_that_nobody_wrote_here_is_illegal():
+    assert legal(dataclasses.replace(PLAIN, options=("broadcast_buffers=False",)))
+    assert not legal(dataclasses.replace(PLAIN, options=("broadcast_buffers=print()",)))
 
 
 def test_programs_are_long(drawn):

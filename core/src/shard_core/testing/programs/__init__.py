@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shard_core.testing.programs.grammar import draw
     from shard_core.testing.programs.judgement import Judgement, judge
-    from shard_core.testing.programs.observation import state
     from shard_core.testing.programs.model import Model, batch, evaluate, loss_of, parameters_of, tensors_of
+    from shard_core.testing.programs.observation import state
     from shard_core.testing.programs.program import Program
     from shard_core.testing.programs.script import script_of
     from shard_core.testing.programs.shrinking import shrink

@@ -290,6 +290,7 @@ def _quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             # Odd places are what programs are for.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
             yield
     finally:
         torch.set_num_threads(threads)

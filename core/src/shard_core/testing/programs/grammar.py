@@ -11,6 +11,7 @@ from shard_core.capability import Capability
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.parts import PARTS
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
+from shard_core.testing.programs.settings import FUSED, KINDS, OPTIONS, offered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,6 +27,8 @@ _NEEDS = {
 """What a strategy may lack; that it refuses then is a promise of its own."""
 _RARE = {"empty": 0.3}
 """How often a part is drawn, where less often than the others."""
+
+_WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
 
 LEFT_OUT = (
     "a backward with a denominator after one without it in the same step, or after gradients were clipped or kept",
@@ -120,6 +123,8 @@ class Situation:
 def legal(program: Program) -> bool:
     """Check that a program's operations are allowed in their order, and name what it has."""
     counts = {"module": len(program.models), "optimizer": len(program.optimizers)}
+    if any(option not in _WRITTEN for option in program.options):
+        return False
     if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
         return False
     situation = Situation(program)
@@ -179,7 +184,7 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
     optimizers = [
         OptimizerSpec(
             module=number if several else 0,
-            kind=chance.choice(["sgd", "momentum", "adamw", "adagrad"]),
+            kind=chance.choice(KINDS),
             groups=chance.choice([1, 1, 2]),
             maximize=chance.random() < 0.1,
             foreach=chance.choice([None, None, True, False]),
@@ -193,9 +198,24 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         strategy=strategy,
         world_size=world_size,
         models=tuple(models),
-        optimizers=tuple(optimizers),
+        optimizers=tuple(_fused(spec, chance) for spec in optimizers),
         late=chance.random() < 0.2,
+        options=_options(offered(strategy), chance),
     )
+
+
+def _fused(spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
+    """Let torch compute some optimizers in one kernel; which excludes ``foreach``."""
+    fused = spec.kind in FUSED and not spec.foreach and chance.random() < 0.2
+    return dataclasses.replace(spec, fused=fused)
+
+
+def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
+    """Draw up to three options, each with one value; mostly none."""
+    if chance.random() < 0.6:
+        return ()
+    drawn = chance.sample(offers, min(len(offers), chance.randint(1, 3)))
+    return tuple({option.partition("=")[0]: option for option in drawn}.values())
 
 
 def _proposed(
@@ -206,8 +226,8 @@ def _proposed(
     mine = [which for which, spec in enumerate(program.optimizers) if spec.module == number]
     if chance.random() < 0.55:
         return _ordinary(program, number, mine, card, chance)
-    switches = [ops.Switch(strategy=chance.choice([program.strategy, *others]))] if others else []
-    return [chance.choice([*_odd(program, number, mine, card, chance), *switches])]
+    switch = ops.Switch(strategy=chance.choice([program.strategy, *others]))
+    return [chance.choice([*_odd(program, number, mine, card, chance), switch])]
 
 
 def _ordinary(

@@ -259,7 +259,8 @@ def _exchanges(program: Program) -> dict[str, bool]:
     """Ask each strategy's card whether ranks exchange buffers before each forward."""
     cards = {name: plugins.find(name) for name in _names(program)}
     return {
-        name: any(option.name == "broadcast_buffers" and option.default is True for option in card.options)
+        name: "broadcast_buffers=False" not in program.options
+        and any(option.name == "broadcast_buffers" and option.default is True for option in card.options)
         for name, card in cards.items()
     }
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.utils import checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,9 +54,7 @@ class _Odd(_Part):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(WIDTH, 5), nn.GELU(), nn.Sequential(nn.Linear(5, 7), nn.Linear(7, WIDTH))
-        )
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Sequential(nn.Linear(5, 7), nn.Linear(7, WIDTH)))
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         out: torch.Tensor = self.inner(hidden)
@@ -152,6 +152,66 @@ class _Experts(_Part):
         return torch.tanh(sum(weights[..., i : i + 1] * each(hidden) for i, each in enumerate(self.experts)))
 
 
+class _Routed(_Part):
+    """Two experts, each given the rows that a router sends it: on some ranks there may be none for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        chances = self.router(hidden).softmax(-1)
+        chosen = tokens % 5 // 4  # of the data, not of numbers that rounding may turn round
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            rows = chosen == number
+            out[rows] = (expert(hidden[rows]).tanh() * chances[rows][:, number : number + 1]).to(out)
+        return out
+
+
+class _Hooked(_Linear):
+    """A layer with hooks before and after its forward, and a hook of the gradients that flow back through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.register_forward_pre_hook(_scaled_input)
+        self.layer.register_forward_hook(_scaled_output)
+        self.layer.register_full_backward_hook(_scaled_gradient)
+
+
+def _scaled_input(module: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:  # noqa: ARG001 - torch's
+    return (inputs[0] * 1.5,)
+
+
+def _scaled_output(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    return output * 0.75
+
+
+def _scaled_gradient(
+    module: nn.Module,  # noqa: ARG001 - torch's signature
+    given: tuple[torch.Tensor | None],
+    received: object,  # noqa: ARG001
+) -> tuple[torch.Tensor | None]:
+    return (None if given[0] is None else 0.5 * given[0],)  # the batch itself needs no gradient
+
+
+class _Recomputed(_Linear):
+    """A layer whose activations are computed again in backward."""
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint.checkpoint(super().forward, hidden, tokens, use_reentrant=False)
+        return out
+
+
+class _Parametrized(_Linear):
+    """A layer whose weight is computed from two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.layer)
+
+
 class _ParameterList(_Part):
     def __init__(self) -> None:
         super().__init__()
@@ -238,6 +298,10 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "extra": Extra,
     "dropout": _Dropout,
     "experts": _Experts,
+    "routed": _Routed,
+    "hooked": _Hooked,
+    "recomputed": _Recomputed,
+    "parametrized": _Parametrized,
     "parameter_list": _ParameterList,
     "scalar": _Scalar,
     "empty": _Empty,

@@ -68,11 +68,19 @@ class PlainRun:
         share = peers.index(spec) if len(peers) > 1 else None
         groups = parameters_of(self.models[spec.module], spec.groups, share)
         more: dict[str, Any] = {"weight_decay": spec.weight_decay, "maximize": spec.maximize, "foreach": spec.foreach}
+        if spec.fused:
+            more["fused"] = True
         match spec.kind:
-            case "sgd" | "momentum":
-                return torch.optim.SGD(groups, lr=0.05, momentum=0.9 * (spec.kind == "momentum"), **more)
+            case "sgd":
+                return torch.optim.SGD(groups, lr=0.05, **more)
+            case "momentum" | "nesterov":
+                return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=spec.kind == "nesterov", **more)
             case "adamw":
                 return torch.optim.AdamW(groups, lr=0.01, eps=1e-6, **more)
+            case "amsgrad":
+                return torch.optim.Adam(groups, lr=0.01, eps=1e-6, amsgrad=True, **more)
+            case "rmsprop":
+                return torch.optim.RMSprop(groups, lr=0.005, momentum=0.5, eps=1e-3, **more)
             case _:
                 return torch.optim.Adagrad(groups, lr=0.02, eps=1e-6, **more)
 

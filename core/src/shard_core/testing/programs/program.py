@@ -27,10 +27,11 @@ class OptimizerSpec:
 
     Attributes:
         module: Whose parameters it steps.
-        kind: ``"sgd"``, ``"momentum"``, ``"adamw"`` or ``"adagrad"``.
+        kind: ``"sgd"``, ``"momentum"``, ``"nesterov"``, ``"adamw"``, ``"amsgrad"``, ``"rmsprop"`` or ``"adagrad"``.
         groups: 1, or 2: matrices, and the rest at another learning rate.
         maximize: Whether it goes uphill.
         foreach: Torch's keyword.
+        fused: Torch's keyword, where it has one.
         weight_decay: Torch's keyword.
         scheduled: Whether it has a scheduler.
     """
@@ -40,6 +41,7 @@ class OptimizerSpec:
     groups: int = 1
     maximize: bool = False
     foreach: bool | None = None
+    fused: bool = False
     weight_decay: float = 0.0
     scheduled: bool = False
 
@@ -56,6 +58,7 @@ class Program:
         models: Its models.
         optimizers: Its optimizers.
         late: Whether optimizers are made after setup.
+        options: Of the strategies that have them, from ``OPTIONS``, as they are written in Python.
         operations: What it does.
     """
 
@@ -66,6 +69,7 @@ class Program:
     models: tuple[ModelSpec, ...]
     optimizers: tuple[OptimizerSpec, ...]
     late: bool = False
+    options: tuple[str, ...] = ()
     operations: tuple[Operation, ...] = ()
 
     def to_json(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shard_core import plugins
 from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.settings import options_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,10 @@ if __name__ == "__main__":  # shard run --devices {ranks} this_file.py
 _OPTIMIZERS = {
     "sgd": "SGD({parameters}, lr=0.05{more})",
     "momentum": "SGD({parameters}, lr=0.05, momentum=0.9{more})",
+    "nesterov": "SGD({parameters}, lr=0.05, momentum=0.9, nesterov=True{more})",
     "adamw": "AdamW({parameters}, lr=0.01, eps=1e-6{more})",
+    "amsgrad": "Adam({parameters}, lr=0.01, eps=1e-6, amsgrad=True{more})",
+    "rmsprop": "RMSprop({parameters}, lr=0.005, momentum=0.5, eps=1e-3{more})",
     "adagrad": "Adagrad({parameters}, lr=0.02, eps=1e-6{more})",
 }
 _FORWARDS = {"train": "", "eval": "", "no_grad": "torch.no_grad()", "inference": "torch.inference_mode()", "unwrap": ""}
@@ -312,6 +316,7 @@ def _strategy(program: Program, name: str) -> str:
     skips = any("extra" in model.parts for model in program.models)
     if skips and any(option.name == "find_unused_parameters" for option in plugins.find(name).options):
         more += ", find_unused_parameters=True"
+    more += "".join(f", {option}" for option in options_for(name, program.options))
     return f"get_strategy({name!r}{more})"
 
 
@@ -326,6 +331,7 @@ def _optimizer(program: Program, spec: OptimizerSpec) -> str:
     more = f", weight_decay={spec.weight_decay}"
     more += ", maximize=True" if spec.maximize else ""
     more += f", foreach={spec.foreach}" if spec.foreach is not None else ""
+    more += ", fused=True" if spec.fused else ""
     return "torch.optim." + _OPTIMIZERS[spec.kind].format(parameters=parameters, more=more)
 
 

@@ -20,6 +20,7 @@ _PLAIN: dict[str, Any] = {
     "groups": 1,
     "maximize": False,
     "foreach": None,
+    "fused": False,
     "weight_decay": 0.0,
     "scheduled": False,
     "kind": "sgd",
@@ -77,6 +78,13 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield _with_model(program, number, parts=tuple(each for each in model.parts if each != part))
         if model.output != "tensor":
             yield _with_model(program, number, output="tensor")
+    yield from _plainer(program)
+
+
+def _plainer(program: Program) -> Iterator[Program]:
+    """List what has one option less, of the strategy or of an optimizer."""
+    for option in program.options:
+        yield dataclasses.replace(program, options=tuple(each for each in program.options if each != option))
     if program.late:
         yield dataclasses.replace(program, late=False)
     for number, spec in enumerate(program.optimizers):
