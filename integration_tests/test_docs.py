@@ -30,6 +30,8 @@ EXAMPLE = "docs/examples/train_gpt.py"
 PRESENT = (*plugins.installed(), *elsewhere())
 #: Its code is built step by step in test_write_a_backend.py.
 WALKED = "docs/tutorials/write-a-backend.md"
+#: Pages whose scripts start so many ranks that they wait for the long run.
+TAKE_LONG = ("docs/how-to/load-weights.md", "docs/how-to/wrap-a-model.md", "docs/tutorials/first-run.md")
 FACES = ("shard_core", "shard_core.plugins", "shard_core.backend", "shard_core.checkpoint", "shard_core.testing")
 
 #: What a reader of a page that shows only the loop has around it.
@@ -62,7 +64,8 @@ def train(strategy):
 
 def having(*languages: str, but: str = "") -> pytest.MarkDecorator:
     found = [each for each in pages() if each.blocks(*languages) and each.name != but]
-    return pytest.mark.parametrize("each", found, ids=lambda each: each.name)
+    cases = [pytest.param(each, id=each.name, marks=[pytest.mark.long] * (each.name in TAKE_LONG)) for each in found]
+    return pytest.mark.parametrize("each", cases)
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
