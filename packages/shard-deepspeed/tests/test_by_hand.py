@@ -377,21 +377,3 @@ def test_a_penalty_by_hand_counts_where_parameters_are_whole(worlds: Any) -> Non
         oracle.assert_same_weights(weights, truth.weights, 1e-5)
     for message in worlds(2).run(penalize, 3):
         assert "weight_decay" in message
-
-
-def load_whole_values() -> str:
-    with get_strategy("deepspeed_stage_3", param_persistence_threshold=0) as strategy:
-        model, _ = set_up(strategy, "plain", "sgd")
-        try:
-            strategy.unwrap(model).load_state_dict(models.make("plain").state_dict())
-        except SetupError as error:
-            return str(error)
-        return "no error"
-
-
-def test_stage_3_says_who_loads_whole_values(worlds: Any) -> None:
-    for message in worlds(2).run(load_whole_values):
-        assert message.startswith(
-            "load_state_dict() was given 'first.weight', which strategy 'deepspeed_stage_3' keeps"
-        )
-        assert "let every rank call strategy.load_weights()" in message

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from shard_core import SetupError, get_strategy
 from shard_core.testing import models, set_up
 
 
-def load_past_what_is_whole() -> tuple[bool, str]:
-    with get_strategy("deepspeed_stage_3", param_persistence_threshold=20) as strategy:
+def load_what_does_not_fit(threshold: int) -> tuple[bool, list[str]]:
+    with get_strategy("deepspeed_stage_3", param_persistence_threshold=threshold) as strategy:
         model, _ = set_up(strategy, "plain", "sgd")
         before = strategy.module_state_dict(model)
         whole = {name: torch.zeros_like(value) for name, value in models.make("plain").state_dict().items()}
-        message = ""
-        try:
-            strategy.unwrap(model).load_state_dict(whole)
-        except SetupError as error:
-            message = str(error)
+        messages = []
+        for values, assign in (({**whole, "first.weight": torch.zeros(3, 1)}, False), (whole, True)):
+            try:
+                strategy.unwrap(model).load_state_dict(values, assign=assign)
+            except SetupError as error:
+                messages.append(str(error))
         return all(
             torch.equal(value, before[name]) for name, value in strategy.module_state_dict(model).items()
-        ), message
+        ), messages
 
 
-def test_a_refused_load_has_changed_nothing(worlds: Any) -> None:
-    for unchanged, message in worlds(2).run(load_past_what_is_whole):
-        assert message.startswith("load_state_dict() was given")
+@pytest.mark.parametrize("threshold", [0, 20])
+def test_a_refused_load_has_changed_nothing(worlds: Any, threshold: int) -> None:
+    for unchanged, messages in worlds(2).run(load_what_does_not_fit, threshold):
+        assert len(messages) == 2
+        assert all(message.startswith("load_state_dict() was given 'first.weight'") for message in messages)
+        assert "in the shape (3, 1)" in messages[0]
         assert unchanged
 
 

@@ -15,6 +15,7 @@ from shard_deepspeed import _versions
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
 from shard_deepspeed.zero.partitions import partitions, shard_part
 from shard_deepspeed.zero.trained_parameter import TrainedParameter
+from shard_deepspeed.zero.whole_loads import WholeLoads
 
 if TYPE_CHECKING:
     from shard_core.backend import FlatPart, ParameterNames
@@ -60,6 +61,8 @@ class ZeroModule:
         self._hooks: list[Any] = [
             each.parameter.register_post_accumulate_grad_hook(each.note) for each in self._trained.values()
         ]
+        if self._layout.lets_go:
+            self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
         self._hooks.append(NoInferenceMode(module))
         self._hooks.append(module.register_forward_pre_hook(self._begin_forward))
 
