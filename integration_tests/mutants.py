@@ -1,7 +1,7 @@
 """Measures random programs by mutants: small changes of what computes, each on a copy, that programs have to notice.
 
-``python integration_tests/mutants.py --count 200 --programs 40`` draws mutants by seed, judges those the ledger does not
-hold yet and prints what came of all. Strings, annotations, logs, ``raise`` and conditions that only refuse are never
+``python integration_tests/mutants.py --count 200 --programs 40`` draws mutants by seed, judges those that the ledger lacks,
+and prints what came of all. Strings, annotations, logs, ``raise`` and conditions that only refuse are never
 changed: nothing computes there.
 """
 
@@ -181,7 +181,9 @@ def _copy() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _run(copy: Path, strategy: str, programs: int, seconds: float, expected: dict[str, str] | None) -> dict[str, list[str]]:
+def _run(
+    copy: Path, strategy: str, programs: int, seconds: float, expected: dict[str, str] | None
+) -> dict[str, list[str]]:
     """Judge the programs of a strategy on a copy; return verdict, symptom and text of each that was reached."""
     sources = [str(folder) for folder in (copy / "core/src", *sorted(copy.glob("packages/*/src")))]
     variables = {"PYTHONPATH": os.pathsep.join(sources), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -199,8 +201,8 @@ def _run(copy: Path, strategy: str, programs: int, seconds: float, expected: dic
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         output.seek(0)
-        records = [json.loads(line) for line in output if line.startswith("[")]
-    return {origin: rest for origin, *rest in records}
+        records: list[list[str]] = [json.loads(line) for line in output if line.startswith("[")]
+    return {record[0]: record[1:] for record in records}
 
 
 def _judge(strategy: str, programs: int, expected: dict[str, str] | None) -> None:

@@ -43,10 +43,11 @@ def test_what_says_is_left_alone(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_programs_notice_a_norm_that_is_not_clipped(tmp_path):
+def test_programs_notice_a_norm_that_is_not_clipped():
     file = mutants.ROOT / "core/src/shard_core/strategy/step.py"
-    known = next(each for each in mutants.mutants_of(file) if "clip_norm(" in each.diff() and each.operator == "deleted")
+    deleted = [each for each in mutants.mutants_of(file) if each.operator == "deleted"]
+    known = next(each for each in deleted if "clip_norm(" in each.diff())
     with mutants._copy() as copy:
-        line = mutants.judged(known, copy, programs=30, seconds=30.0, originals={"ddp": {}, "fsdp": {}})
+        line = mutants.judged(known, copy, programs=20, seconds=30.0, originals={"ddp": {}, "fsdp": {}})
     assert line["verdict"] == "found"
     assert line["by"].startswith("ddp")
