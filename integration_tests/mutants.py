@@ -1,7 +1,7 @@
 """Measures random programs by mutants: small changes of what computes, each on a copy, that programs have to notice.
 
-``python integration_tests/mutants.py --count 200 --programs 40`` draws mutants by seed, judges those that the ledger lacks,
-and prints what came of all. Strings, annotations, logs, ``raise`` and conditions that only refuse are never
+``python integration_tests/mutants.py --count 200 --programs 40`` draws mutants by seed, judges those that the ledger
+lacks, and prints what came of all. Strings, annotations, logs, ``raise`` and conditions that only refuse are never
 changed: nothing computes there.
 """
 
