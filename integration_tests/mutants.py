@@ -163,7 +163,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _with(node: ast.AST, **fields: object) -> str:
-    values = {name: value for name, value in ast.iter_fields(node)} | fields
+    values = dict(ast.iter_fields(node)) | fields
     return f"({ast.unparse(type(node)(**values))})"
 
 
