@@ -1,0 +1,53 @@
+"""Mutants are the same for a seed, parse, and leave alone what says rather than computes; programs notice one."""
+
+from __future__ import annotations
+
+import ast
+
+import mutants
+import pytest
+
+
+def test_draws_are_the_seeds_and_larger_ones_begin_alike():
+    assert mutants.drawn(40, 1) == mutants.drawn(60, 1)[:40]
+    assert mutants.drawn(40, 1) != mutants.drawn(40, 2)
+
+
+def test_mutants_parse_and_change_something():
+    for mutant in mutants.drawn(100, 1):
+        assert ast.dump(ast.parse(mutant.applied())) != ast.dump(ast.parse((mutants.ROOT / mutant.file).read_text()))
+
+
+SOURCE = '''
+"""Says 1 < 2."""
+if TYPE_CHECKING:
+    import x
+def f(a: int = 3 + 4, b: tuple[1, 2] = ()) -> L[5]:
+    """Say 1 < 2."""
+    log.info("%s %s", a, 6)
+    if a < 7:
+        raise ValueError(f"{a + 8}")
+    if a < 9:
+        return a + 10
+'''
+
+
+def test_what_says_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text(SOURCE)
+    found = {(each.operator, each.text) for each in mutants.mutants_of(tmp_path / "a.py")}
+    assert found == {
+        *(("arithmetic", "(3 - 4)"), ("constant", "4"), ("constant", "5"), ("comparison", "(a <= 9)")),
+        *(("constant", "10"), ("returns None", "return None"), ("arithmetic", "(a - 10)"), ("constant", "11")),
+    }
+
+
+@pytest.mark.slow
+def test_programs_notice_a_norm_that_is_not_clipped():
+    file = mutants.ROOT / "core/src/shard_core/strategy/step.py"
+    deleted = [each for each in mutants.mutants_of(file) if each.operator == "deleted"]
+    known = next(each for each in deleted if "clip_norm(" in each.diff())
+    with mutants._copy() as copy:
+        line = mutants.judged(known, copy, programs=20, seconds=30.0, originals={"ddp": {}, "fsdp": {}})
+    assert line["verdict"] == "found"
+    assert line["by"].startswith("ddp")
