@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: What is mutated, and whose programs judge it.
 TARGETS = {
-    "core/src/shard_core/strategy": ("ddp", "fsdp"),
+    "core/src/shard_core/strategy": ("ddp", "fsdp", "hsdp"),
     "core/src/shard_core/gradients.py": ("ddp", "fsdp", "tp"),
     "core/src/shard_core/fully_shard": ("fsdp",),
     "packages/shard-fsdp/src": ("fsdp", "hsdp"),
@@ -172,7 +172,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 @contextlib.contextmanager
-def _copy() -> Iterator[Path]:
+def copied() -> Iterator[Path]:
     """Copy all source trees; mutants are applied there alone."""
     with tempfile.TemporaryDirectory(prefix="shard-mutants-") as folder:
         for source in sorted([ROOT / "core/src", *ROOT.glob("packages/shard-*/src")]):
@@ -298,7 +298,7 @@ def main() -> None:
     reached = set(given.reached.read_text().split()) if given.reached else None
     known, originals = _ledger(given.ledger), {}
     chosen = drawn(given.count, given.seed)
-    with _copy() as copy, given.ledger.open("a") as ledger:
+    with copied() as copy, given.ledger.open("a") as ledger:
         for mutant in chosen:
             key = _key(dataclasses.asdict(mutant))
             if key in known or time.monotonic() >= end:

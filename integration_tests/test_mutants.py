@@ -42,12 +42,12 @@ def test_what_says_is_left_alone(monkeypatch, tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_programs_notice_a_norm_that_is_not_clipped():
     file = mutants.ROOT / "core/src/shard_core/strategy/step.py"
     deleted = [each for each in mutants.mutants_of(file) if each.operator == "deleted"]
     known = next(each for each in deleted if "clip_norm(" in each.diff())
-    with mutants._copy() as copy:
+    with mutants.copied() as copy:
         line = mutants.judged(known, copy, programs=20, seconds=30.0, originals={"ddp": {}, "fsdp": {}})
     assert line["verdict"] == "found"
     assert line["by"].startswith("ddp")

@@ -50,11 +50,13 @@ class WholeLoads:
         self._waiting.pop(module, None)
         if metadata.get("assign_to_params_buffers"):
             return
-        found = {}
+        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             value = state_dict.get(prefix + name)
-            if id(parameter) not in self._parts or not _versions.is_away(parameter) or type(value) not in _PLAIN:
+            if id(parameter) not in self._parts or not _versions.is_away(parameter):
                 continue
+            if not isinstance(value, torch.Tensor) or type(value) not in _PLAIN:
+                continue  # which core refuses by name
             if tuple(value.shape) != (shape := _versions.full_shape(parameter)):
                 raise SetupError(
                     f"load_state_dict() was given {prefix + name!r} in the shape {tuple(value.shape)}, and the "
