@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LENGTH, WIDTH, VOCABULARY = 4, 8, 11
 
+_Gradients = tuple[torch.Tensor, ...] | torch.Tensor
+
 
 class _Part(nn.Module):
     """Adds something of shape (rows, 4, 8) to what came in."""
@@ -188,12 +190,8 @@ def _scaled_output(module: nn.Module, inputs: tuple[torch.Tensor], output: torch
     return output * 0.75
 
 
-def _scaled_gradient(
-    module: nn.Module,  # noqa: ARG001 - torch's signature
-    given: tuple[torch.Tensor | None],
-    received: object,  # noqa: ARG001
-) -> tuple[torch.Tensor | None]:
-    return (None if given[0] is None else 0.5 * given[0],)  # the batch itself needs no gradient
+def _scaled_gradient(module: nn.Module, given: _Gradients, received: _Gradients) -> _Gradients:  # noqa: ARG001
+    return given if given[0] is None else (0.5 * given[0],)  # the batch itself needs no gradient
 
 
 class _Recomputed(_Linear):
