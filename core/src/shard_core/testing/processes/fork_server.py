@@ -30,6 +30,11 @@ class Surroundings:
     output: Path
 
 
+# A process that has threads must not fork; nor one whose torch has asked CUDA itself, rather than the driver's monitor,
+# for devices, as imports may: what it forks could never use them.
+_FORKS_SAFELY = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
 class ForkServer:
     """A process that forks at a word, and ends with this one.
 
@@ -42,7 +47,7 @@ class ForkServer:
         self._messages = Connection(os.dup(self._socket.fileno()))
         self._process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, str(theirs.fileno()), *sys.path],
-            env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},  # a process that has threads must not fork
+            env={**os.environ, **environment, **_FORKS_SAFELY},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # an interrupt in the terminal is the parent's to handle
