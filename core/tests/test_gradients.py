@@ -87,6 +87,13 @@ def test_norm_and_clipping_of_shards_are_those_of_the_whole(worlds: Any, placeme
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-6, atol=0)
 
 
+def test_a_norm_over_two_devices_is_on_the_first() -> None:
+    # Offloaded shards are in host memory, and what is not sharded is on the device; "meta" stands for one here.
+    on_device, offloaded = torch.ones(2, device="meta"), torch.ones(2)
+    parts = [LocalGradient(on_device), LocalGradient(offloaded, (object(),))]
+    assert total_norm(parts, 2.0, SingleCollectives()).device == on_device.device
+
+
 def test_without_gradients_the_norm_is_zero() -> None:
     assert total_norm(local_gradients([nn.Parameter(torch.ones(2))]), 2.0, SingleCollectives()) == 0
     clip_norm([], 1.0, torch.zeros(()))

@@ -89,7 +89,11 @@ def total_norm(gradients: Sequence[LocalGradient], norm_type: float, collectives
     norms = [_norm_of_layout(parts, norm_type, collectives) for parts in layouts.values()]
     if not norms:
         return torch.zeros(())
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if len(norms) == 1:
+        return norms[0]
+    # Offloaded shards stand in host memory beside what is not sharded, which stays on the device.
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
 
 
 def _norm_of_layout(parts: Sequence[LocalGradient], norm_type: float, collectives: Collectives) -> torch.Tensor:
