@@ -31,7 +31,7 @@ class Surroundings:
 
 
 # A process that has threads must not fork; nor one whose torch has asked CUDA itself, rather than the driver's monitor,
-# for devices, as imports may: what it forks could never use them.
+# for devices, as torch's compiler does when it is imported: what it forks could never use them.
 _FORKS_SAFELY = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 

@@ -205,7 +205,7 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
 
 
 def _fused(spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
-    """Let torch compute some optimizers in one kernel; which excludes ``foreach``."""
+    """Return an optimizer that may step in one fused kernel, which excludes ``foreach``."""
     fused = spec.kind in FUSED and not spec.foreach and chance.random() < 0.2
     return dataclasses.replace(spec, fused=fused)
 
