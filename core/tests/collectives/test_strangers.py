@@ -43,7 +43,7 @@ def test_a_pickle_in_the_store_of_a_launched_run_is_refused_unread(tmp_path: Pat
     strategy.launch(save_beside_a_stranger, tmp_path)
     assert not (tmp_path / "ran").exists()
     said = (tmp_path / "rank-1").read_text()
-    # Rank 0's own answer may take the place of one or another before rank 1 looks.
+    # Rank 0's own answer may take the place of the first before rank 1 looks; the next waits for what rank 1 says.
     assert re.search(
         r"a message \(side_channel/\d/\d+/all\) was refused unread: no rank of this run has signed it", said
     ), said
