@@ -1,0 +1,1 @@
+"""Strategies that train, refuse nothing, and are wrong in a number: each modelled on a defect some project has had."""
