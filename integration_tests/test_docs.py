@@ -31,7 +31,10 @@ PRESENT = (*plugins.installed(), *elsewhere())
 #: Its code is built step by step in test_write_a_backend.py.
 WALKED = "docs/tutorials/write-a-backend.md"
 #: Pages whose scripts start so many ranks that they wait for the long run.
-TAKE_LONG = ("docs/how-to/load-weights.md", "docs/how-to/wrap-a-model.md", "docs/tutorials/first-run.md")
+TAKE_LONG = (
+    *("docs/how-to/load-weights.md", "docs/how-to/save-and-resume.md", "docs/how-to/wrap-a-model.md"),
+    "docs/tutorials/first-run.md",
+)
 FACES = ("shard_core", "shard_core.plugins", "shard_core.backend", "shard_core.checkpoint", "shard_core.testing")
 
 #: What a reader of a page that shows only the loop has around it.

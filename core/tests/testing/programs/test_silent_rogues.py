@@ -17,7 +17,7 @@ ROGUES = (
     *("steps_the_unused", "closes_locally"),
     # what adds up until then
     *("leaves_deferred_local", "averages_last_twice", "drops_deferred_unused", "own_denominator"),
-    "weighs_batches_alike",
+    *("weighs_batches_alike", "keeps_frozen_gradients"),
     # what comes back
     *("forgets_tied_moments", "restarts_count", "restores_one_generator", "saves_last_ranks_buffers"),
     "thaws_on_load",
