@@ -25,6 +25,7 @@ from shard_core.testing.suites.training.data import Data
 from shard_core.testing.suites.training.float16 import Float16
 from shard_core.testing.suites.training.gradients import Shown
 from shard_core.testing.suites.training.optimizers import Optimizers
+from shard_core.testing.suites.training.orders import Orders
 from shard_core.testing.suites.training.parity import Parity
 from shard_core.testing.suites.training.precision import Precisions
 from shard_core.testing.suites.training.randomness import Randomness
@@ -51,6 +52,7 @@ class Conformance(
     Optimizers,
     Float16,
     Precisions,
+    Orders,
     Shown,
     Clipping,
     Accumulation,

@@ -46,6 +46,16 @@ class Resume(Suite):
         for rank, (saved, loaded) in enumerate(ranks.run(saves_groups, tmp_path)):
             assert loaded == saved, f"the groups of matrices and of the rest have on rank {rank} {loaded}, not {saved}"
 
+    @promise(after=("groups_come_back_by_name",), every_size=False)
+    def test_empty_groups_come_back(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A group without parameters comes back with its hyper-parameters, too: later ones may be added to it.
+
+        Usual cause:
+            Groups are kept by the names of their parameters, and a group that has none by no name.
+        """
+        for rank, (saved, loaded) in enumerate(ranks.run(saves_an_empty_group, tmp_path)):
+            assert loaded == saved, f"of an empty group and of one that is not, rank {rank} has {loaded}, not {saved}"
+
     @promise(
         after=(
             "same_seed_same_weights",
@@ -162,6 +172,28 @@ def saves_groups(subject: Subject, path: Path) -> tuple[list[dict[str, Any]], li
             group["betas"] = (0.1, 0.1)
         strategy.load_checkpoint(path, {"model": model, "optimizer": optimizer})
         return saved, [_hyper_parameters(group) for group in reversed(optimizer.param_groups)]
+
+
+def saves_an_empty_group(subject: Subject, path: Path) -> tuple[list[float], list[float]]:
+    """Save an optimizer one of whose groups is empty and load it into one with other rates; give the rates."""
+
+    def optimizer_at(rate: float) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
+        return lambda module: torch.optim.SGD(
+            [{"params": [], "lr": rate}, {"params": list(module.parameters()), "lr": 2 * rate}]
+        )
+
+    rates = []
+    for rate in (0.25, 1.0):
+        with subject.strategy() as strategy:
+            model, optimizer = set_up(strategy, "plain", optimizer_at(rate))
+            state = {"model": model, "optimizer": optimizer}
+            if rates:
+                strategy.load_checkpoint(path, state)
+            else:
+                strategy.save_checkpoint(path, state)
+            rates.append([group["lr"] for group in optimizer.param_groups])
+    saved, loaded = rates
+    return saved, loaded
 
 
 def _adamw(

@@ -17,6 +17,9 @@ from shard_core.testing.suites.training.runs import Run, train
 from shard_core.testing.training import set_up, whole_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shard_core.strategy import Strategy
     from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _SEED = 7
@@ -66,14 +69,19 @@ class Randomness(Suite):
         Usual cause:
             All ranks still have the generator that drew the initial weights; setup must let them part ways.
         """
-        answers = ranks.run(drop)
-        for rank, (data_rank, output) in enumerate(answers):
-            for other, (its_data_rank, its_output) in enumerate(answers[:rank]):
-                same = torch.equal(output, its_output)
-                assert same == (data_rank == its_data_rank), (
-                    f"ranks {other} and {rank}, data ranks {its_data_rank} and {data_rank}, draw "
-                    f"{'the same mask' if same else 'different masks'}"
-                )
+        _assert_masks_differ(ranks.run(drop))
+
+    @promise(after=("same_seed_same_weights", "dropout_masks_differ_between_data_ranks"))
+    def test_seeding_again_keeps_masks_apart(self, ranks: Ranks) -> None:
+        """Seeded again in mid-run, data ranks go on to draw different masks, and the same seed draws the same again.
+
+        Usual cause:
+            Only setup gives data ranks generators of their own; a later ``seed_everything`` gives all of them one.
+        """
+        answers = ranks.run(drop_after_seeds)
+        for rank, (_, first, again) in enumerate(answers):
+            assert torch.equal(first, again), f"rank {rank} draws other masks when the same seed is given again"
+        _assert_masks_differ([(data_rank, output) for data_rank, output, _ in answers])
 
     @promise(after=("same_seed_same_weights",))
     def test_same_seed_same_run(self, ranks: Ranks) -> None:
@@ -86,6 +94,16 @@ class Randomness(Suite):
         for rank, (first, second) in enumerate(ranks.run(run_twice)):
             assert first.losses == second.losses, f"rank {rank}: the losses {first.losses} became {second.losses}"
             oracle.assert_same_weights(second.weights, first.weights, 0.0)
+
+
+def _assert_masks_differ(answers: Sequence[tuple[int, torch.Tensor]]) -> None:
+    for rank, (data_rank, output) in enumerate(answers):
+        for other, (its_data_rank, its_output) in enumerate(answers[:rank]):
+            same = torch.equal(output, its_output)
+            assert same == (data_rank == its_data_rank), (
+                f"ranks {other} and {rank}, data ranks {its_data_rank} and {data_rank}, draw "
+                f"{'the same mask' if same else 'different masks'}"
+            )
 
 
 @functools.cache
@@ -128,9 +146,29 @@ class _Dropping(nn.Module):
 def drop(subject: Subject) -> tuple[int, torch.Tensor]:
     """Return the data rank, and what dropout leaves of ones."""
     with subject.strategy() as strategy:
-        model, _ = set_up(strategy, _Dropping, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
-        ones = strategy.batch_to_device(torch.ones(_ROWS, _COLUMNS))
-        return strategy.distributed_sampler_kwargs["rank"], model(ones).detach().cpu()
+        return strategy.distributed_sampler_kwargs["rank"], _dropped(strategy, _set_up(strategy))
+
+
+def drop_after_seeds(subject: Subject) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Return the data rank, and what dropout leaves of ones after each of two seeds in mid-run, which are the same."""
+    with subject.strategy() as strategy:
+        model = _set_up(strategy)
+        outputs = []
+        for _ in range(2):
+            _dropped(strategy, model)
+            strategy.seed_everything(_SEED)
+            outputs.append(_dropped(strategy, model))
+        first, again = outputs
+        return strategy.distributed_sampler_kwargs["rank"], first, again
+
+
+def _set_up(strategy: Strategy) -> nn.Module:
+    return set_up(strategy, _Dropping, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))[0]
+
+
+def _dropped(strategy: Strategy, model: nn.Module) -> torch.Tensor:
+    output: torch.Tensor = model(strategy.batch_to_device(torch.ones(_ROWS, _COLUMNS)))
+    return output.detach().cpu()
 
 
 class _Noisy(nn.Module):
