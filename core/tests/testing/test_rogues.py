@@ -60,6 +60,10 @@ ROGUES = {
     "passes_non_finite": Fault("non_finite_norm_raises_everywhere"),
     "shows_sums": Fault("gradients_are_shown_whole"),
     "keeps_weights": Fault("changes_by_hand_count"),
+    # what may stand between the calls of a step
+    "returns_to_the_forward": Fault("changes_past_a_forward_count"),
+    "drops_the_clipped": Fault("backward_after_clipping_adds_up"),
+    "keeps_denominators": Fault("zeroed_sums_leave_no_denominator"),
     # what setup leaves alone
     "drops_the_optimizer": Fault("optimizer_made_before_or_after_setup"),
     "forgets_state": Fault("optimizer_state_moves_along"),
@@ -90,6 +94,7 @@ ROGUES = {
     # what is random
     "seeds_anew": Fault("same_seed_same_weights"),
     "masks_alike": Fault("dropout_masks_differ_between_data_ranks"),
+    "reseeds_alike": Fault("seeding_again_keeps_masks_apart"),
     "never_trains": Fault("dropout_drops_its_share"),
     "runs_anew": Fault("same_seed_same_run"),
     # who sees what
@@ -115,6 +120,7 @@ ROGUES = {
     "drops_moments": Fault("moments_come_back"),
     "forgets_random_numbers": Fault("random_numbers_go_on"),
     "groups_by_position": Fault("groups_come_back_by_name"),
+    "forgets_empty_groups": Fault("empty_groups_come_back"),
     "rounds_a_tensor": Fault("round_trip_is_bitwise"),
     "one_size_only": Fault("loads_at_another_world_size", (1, 2)),
     "never_strict": Fault("strict_names_every_difference"),

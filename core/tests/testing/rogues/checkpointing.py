@@ -53,6 +53,18 @@ class GroupsByPosition(Rogue):
         return left
 
 
+class ForgetsEmptyGroups(Rogue):
+    """Leaves groups without parameters with the settings that they had."""
+
+    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
+        groups = [group for each in _optimizers(state) for group in each.param_groups if not group["params"]]
+        kept = [_settings(group) for group in groups]
+        left = self.inner.load_checkpoint(path, state, **more)
+        for group, settings in zip(groups, kept, strict=True):
+            group.update(settings)
+        return left
+
+
 class RoundsATensor(Rogue):
     """Lets the first tensor of a module pass through bfloat16."""
 

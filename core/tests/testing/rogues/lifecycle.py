@@ -68,6 +68,14 @@ class MasksAlike(Rogue):
         return ready
 
 
+class ReseedsAlike(Rogue):
+    """Gives all data ranks the same random numbers when it is seeded in mid-run."""
+
+    def seed_everything(self, seed: int) -> None:
+        self.inner.seed_everything(seed)
+        torch.manual_seed(seed)
+
+
 class RunsAnew(Rogue):
     """Draws other masks each time."""
 

@@ -47,7 +47,7 @@ def _at(module: str, *names: str) -> dict[str, str]:
 #: Where each rogue's class stands.
 FACTORIES = {
     **_at("lifecycle", "honest", "starts_at_once", "lacks_a_member", "seeds_anew", "masks_alike", "runs_anew"),
-    **_at("lifecycle", "shuns_a_precision"),
+    **_at("lifecycle", "reseeds_alike", "shuns_a_precision"),
     **_at("setup", "drops_the_optimizer", "forgets_state", "copies_optimizers", "levels_groups", "breaks_ties"),
     **_at("setup", "thaws", "forgets_buffers", "never_trains", "one_optimizer_steps"),
     **_at("setup", "refuses_by_name"),
@@ -56,7 +56,7 @@ FACTORIES = {
     **_at("step", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),
     **_at("step", "ignores_gradient", "averages_forwards_alone", "trains_the_unfrozen_alone"),
     **_at("step", "defers_in_silence", "repeats_itself", "refuses_to_defer", "steps_inside"),
-    **_at("step", "averages_over_users"),
+    **_at("step", "averages_over_users", "returns_to_the_forward", "drops_the_clipped", "keeps_denominators"),
     **_at("step", "ignores_clip_value", "passes_non_finite", "scaled_norm", "resets_learning_rate"),
     **_at(
         "step",
@@ -82,7 +82,7 @@ FACTORIES = {
     ),
     **_at("checkpointing", "fills_before_refusing", "ignores_filter", "keeps_values", "whole_everywhere"),
     **_at("checkpointing", "removes_the_old", "loads_damaged", "writes_pickle", "one_size_only"),
-    **_at("checkpointing", "saves_later", "hushes_failures", "skips_a_weight"),
+    **_at("checkpointing", "forgets_empty_groups", "saves_later", "hushes_failures", "skips_a_weight"),
     **_at("state_dict", "keeps_its_first_look", "saves_its_first_save", "counts_steps_together", "shows_sums"),
     **_at("launching", "last_rank_returns", "swallows_exceptions", "leaves_with_three", "stays_here"),
     **dict.fromkeys(("boasts_meta_init", "takes_what_comes"), "rogues.lifecycle:Honest"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -249,6 +250,68 @@ class KeepsWeights(Rogue):
         stepped = self.inner.optimizer_step(optimizer, closure, **more)
         own[optimizer] = [parameter.detach().clone() for parameter in held]
         return stepped
+
+
+class ReturnsToTheForward(Rogue):
+    """Begins a backward by undoing what was done to parameters and gradients since the last forward."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        ready, optimizers = self.inner.setup_module_and_optimizers(module, optimizers)
+        seen = self.__dict__.setdefault("seen", {})
+        ready.register_forward_hook(lambda *_: seen.update((each, _state(each)) for each in module.parameters()))
+        return ready, optimizers
+
+    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
+        for parameter, (value, gradient, trained) in self.__dict__.get("seen", {}).items():
+            parameter.requires_grad_(trained)
+            parameter.data.copy_(value)
+            if gradient is not None:
+                parameter.grad = gradient
+        self.__dict__.get("seen", {}).clear()
+        self.inner.backward(loss, module, **more)
+
+
+def _state(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    gradient = parameter.grad
+    return parameter.detach().clone(), gradient if gradient is None else gradient.clone(), parameter.requires_grad
+
+
+class DropsTheClipped(Rogue):
+    """Begins anew with the first backward after clipping."""
+
+    clipped = False
+
+    def clip_gradients_norm(self, *args: Any, **more: Any) -> torch.Tensor:
+        self.clipped = True
+        return self.inner.clip_gradients_norm(*args, **more)
+
+    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
+        if self.clipped:
+            module.zero_grad()
+            self.clipped = False
+        self.inner.backward(loss, module, **more)
+
+    def optimizer_step(self, *args: Any, **more: Any) -> bool:
+        self.clipped = False
+        return self.inner.optimizer_step(*args, **more)
+
+
+class KeepsDenominators(Rogue):
+    """Counts the denominators of gradients that were set to zeros."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        ready, optimizers = self.inner.setup_module_and_optimizers(module, optimizers)
+        for owner in (module, ready, *optimizers):
+            owner.zero_grad = functools.partial(_zero, owner, owner.zero_grad)
+        return ready, optimizers
+
+
+def _zero(owner: Any, noted: Callable[[], None], set_to_none: bool = True) -> None:
+    """Zero as the class does, and as the strategy does what is set to ``None``."""
+    if set_to_none:
+        noted()
+    else:
+        type(owner).zero_grad(owner, set_to_none=False)
 
 
 class StepsSilently(Rogue):
