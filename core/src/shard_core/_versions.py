@@ -64,10 +64,10 @@ converts a state dict in public without building the model whole.
 there. Checked on torch 2.13.0. It can go when torch shows it in public.
 
 ``FSDPModule._get_fsdp_state``, and of what it returns ``_fsdp_param_groups`` (``_fsdp_param_group`` in torch 2.9.0) and
-their ``fsdp_params`` with ``_unsharded_param``: the tensors that units compute with, at which graphs end. Checked on
-torch 2.9.0 and 2.13.0. They can go when torch says which parameter such a tensor stands for. Beside them
-``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients wait, to throw them away. They
-can go when torch does so in ``zero_grad``.
+their ``fsdp_params`` with ``_unsharded_param`` and ``sharded_param``: the tensors that units compute with, at which
+graphs end, and what they stand for. Checked on torch 2.9.0 and 2.13.0. They can go when torch says which parameter such
+a tensor stands for. Beside them ``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients
+wait, to throw them away. They can go when torch does so in ``zero_grad``.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ __all__ = [
     "draws_random_numbers",
     "drop_deferred_gradients",
     "forget_tensors",
+    "freeze_unsharded",
     "has_hooks",
     "identity",
     "in_backward",
@@ -220,6 +221,14 @@ def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """List what a unit has computed with so far, each the same tensor in all its forwards; nothing of other modules."""
     parameters = (each for group in _unit_groups(module) for each in group.fsdp_params)
     return [each._unsharded_param for each in parameters if hasattr(each, "_unsharded_param")]
+
+
+def freeze_unsharded(module: torch.nn.Module) -> None:
+    """Freeze what a unit has gathered for its backward where the shard was frozen since, as torch does at a gather."""
+    for group in _unit_groups(module):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param") and not parameter.sharded_param.requires_grad:
+                parameter._unsharded_param.requires_grad_(False)
 
 
 def drop_deferred_gradients(module: torch.nn.Module) -> None:

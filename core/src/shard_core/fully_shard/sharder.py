@@ -13,6 +13,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shard_core._versions import freeze_unsharded
 from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
@@ -191,6 +192,9 @@ class FullySharder:
                 gradients were changed, or if ranks have used different parameters.
         """
         self._drop_discarded()
+        for sharded in self._gradients:
+            for part in sharded.modules():
+                freeze_unsharded(part)
         for each in self._gradients.values():  # the loss may have come through several modules
             each.hide()
         for sync in self._syncs.values():
