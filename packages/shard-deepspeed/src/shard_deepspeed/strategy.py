@@ -17,7 +17,7 @@ from shard_deepspeed.config import DeepSpeedConfig
 from shard_deepspeed.engine_config import check_honoured, engine_config
 from shard_deepspeed.plugin import DEEPSPEED
 from shard_deepspeed.tuning import worth_trying
-from shard_deepspeed.zero import ZeroModule, is_trained
+from shard_deepspeed.zero import ZeroModule, fill_frozen, is_trained
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,6 +89,9 @@ class DeepSpeedStrategy(Strategy):
         self._environment.enter_context(_versions.own_device(self.root_device))
         # DeepSpeed wants an optimizer to shard for; the user's come later, one or several, and take the steps.
         stand_in = torch.optim.SGD(trained, lr=0.0)
+        if self.config.zero_stage:
+            for parameter in trained:  # before DeepSpeed registers its hooks, which read the gradient
+                self._environment.callback(parameter.register_post_accumulate_grad_hook(fill_frozen).remove)
         ds_config = engine_config(self.config, self.precision.policy.parameter)
         # Read again at every step; without LOCAL_SIZE stage 3 on CPU starts a program to count devices each time.
         local_size = os.environ.get("LOCAL_WORLD_SIZE", "1")

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from shard_deepspeed.zero.module import ZeroModule, is_trained
+from shard_deepspeed.zero.trained_parameter import fill_frozen
 
-__all__ = ["ZeroModule", "is_trained"]
+__all__ = ["ZeroModule", "fill_frozen", "is_trained"]

@@ -131,7 +131,7 @@ class ZeroModule:
         self._drop_discarded()
         for each in self._trained.values():
             each.hide_deferred()
-            each.reached = False
+            each.passed = each.reached = False
             each.hide_gradient()
         self._layout.make_ready(self._trained.values())
 
@@ -165,13 +165,14 @@ class ZeroModule:
 
     def finish(self) -> None:
         """Average what a backward has left and add it to the parts' gradients, unless that is deferred."""
-        if not self.deferring and any(each.reached for each in self._trained.values()):
+        if not self.deferring and any(each.passed for each in self._trained.values()):
             waiting = [each for each in self._trained.values() if each.waits]
             self._layout.reduce(self._trained.values())
             self._layout.collect(waiting)
             for each in waiting:
                 each.waits = False
         for each in self._trained.values():
+            each.drop_zeros()
             each.show_gradient()
             each.show_deferred()
 

@@ -148,7 +148,7 @@ class Runs(Flat):
         """Average gradients, and with them those that only deferred backwards have made."""
         if self._zero.overlap_comm:
             for each in trained:
-                if each.waits and not each.reached:
+                if each.waits and not each.passed:
                     _versions.reduce_late(self._zero, each.parameter)
         super().reduce(trained)
 

@@ -39,7 +39,8 @@ class TrainedParameter:
         name: The parameter's, in the module.
         parameter: The module's.
         part: What of it this rank steps; its values are the optimizer's own parameter.
-        reached: Whether the backward that runs, or ran last, has made a gradient for it.
+        passed: Whether the backward that runs, or ran last, has come to it, though it may have been frozen by then.
+        reached: Whether that has made a gradient for it.
         waits: Whether there is a gradient that is not averaged yet.
         shown: Whether the module's parameter shows a gradient, unless somebody took it away.
     """
@@ -47,6 +48,7 @@ class TrainedParameter:
     name: str
     parameter: torch.nn.Parameter
     part: FlatPart
+    passed: bool = False
     reached: bool = False
     waits: bool = False
     shown: bool = False
@@ -54,9 +56,16 @@ class TrainedParameter:
     _deferred: _Deferred | None = None
 
     def note(self, parameter: torch.Tensor) -> None:
-        """Record a gradient, as a hook of autograd's."""
-        del parameter
-        self.reached = self.waits = True
+        """Record a gradient, as a hook of autograd's, which also comes to what was frozen since the forward."""
+        self.passed = True
+        if parameter.requires_grad:
+            self.reached = self.waits = True
+
+    def drop_zeros(self) -> None:
+        """Remove what ``fill_frozen`` has put there and DeepSpeed has left."""
+        is_frozen = self.passed and not self.waits and not self.parameter.requires_grad
+        if is_frozen and self.part.values is not self.parameter:
+            self.parameter.grad = None
 
     def show_gradient(self) -> None:
         """Set a proxy as the parameter's gradient, to show that its part has one."""
@@ -129,6 +138,15 @@ class TrainedParameter:
                 f"a gradient was put into .grad of {self.name!r}, and the step reads that of this rank's part of it; "
                 "change gradients in optimizer.param_groups, or give backward a loss that has them."
             )
+
+
+def fill_frozen(parameter: torch.Tensor) -> None:
+    """Fill in, as a hook of autograd's, a gradient of zeros for what was frozen since the forward.
+
+    Autograd makes none then and calls hooks all the same; DeepSpeed's would fail.
+    """
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def _changes(*gradients: torch.Tensor | None) -> tuple[int, ...]:
