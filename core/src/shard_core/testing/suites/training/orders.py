@@ -99,19 +99,13 @@ def _change(what: str, model: nn.Module) -> None:
                 parameter.requires_grad_(False)
 
 
-def _is_pending(what: str) -> bool:
-    """Return whether gradients are there before the forward: a step takes what is frozen with them."""
-    return what != "frozen"
-
-
 @functools.cache
 def _changed_plainly(what: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = models.make("plain")
     optimizer = plain_descent.make_optimizer(model)
     for pending, batch in _pairs():
-        if _is_pending(what):
-            model(*pending).backward()
+        model(*pending).backward()
         loss = model(*batch)
         _change(what, model)
         loss.backward()
@@ -126,8 +120,7 @@ def change_past_a_forward(subject: Subject, what: str) -> dict[str, torch.Tensor
         model, optimizer = set_up(strategy, "plain", plain_descent.make_optimizer)
         try:
             for pending, batch in _pairs():
-                if _is_pending(what):
-                    strategy.backward(model(*models.share_of(strategy, pending)), model)
+                strategy.backward(model(*models.share_of(strategy, pending)), model)
                 loss = model(*models.share_of(strategy, batch))
                 _change(what, model)
                 strategy.backward(loss, model)
