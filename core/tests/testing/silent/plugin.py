@@ -26,5 +26,7 @@ FACTORIES = {
     **_at("gradients", "weighs_batches_alike", "keeps_denominators", "keeps_frozen_gradients"),
     **_at("loading", "forgets_tied_moments", "restarts_count", "restores_one_generator", "thaws_on_load"),
     **_at("loading", "saves_last_ranks_buffers", "restores_torch_alone"),
+    **_at("evading", "refuses_without_momentum", "refuses_at_half_the_rate", "refuses_everything", "rounds_float32"),
+    **_at("evading", "refuses_to_clip", "shows_doubles", "shows_weights_everywhere"),
     **_at("forwards", "seeds_alike", "masks_alike", "scales_evaluation", "keeps_own_buffers"),
 }

@@ -112,6 +112,11 @@ class Report:
         return sum(self.verdicts.values())
 
     @property
+    def passed(self) -> bool:
+        """Return whether no defect was found, by programs of which most were judged: what is refused says nothing."""
+        return self.defect is None and 2 * self.verdicts["refused"] <= self.count
+
+    @property
     def programs_per_second(self) -> float:
         """Return how many programs were judged in a second."""
         return self.count / self.seconds if self.seconds else 0.0

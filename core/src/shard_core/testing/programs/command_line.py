@@ -73,7 +73,7 @@ def run_programs(
         click.echo(json.dumps(_record(report, file), indent=2))
     else:
         _print(report, file)
-    return int(report.defect is not None)
+    return int(not report.passed)
 
 
 def replay_file(strategy: str, program: Program, *, as_json: bool = False) -> int:
@@ -208,6 +208,8 @@ def _print(report: Report, file: str | None) -> None:
     ranks = f"{report.world_size} rank{'s' * (report.world_size != 1)}"
     found = "a defect" if report.defect else "no defect"
     summed = f"{report.count} program{'s' * (report.count != 1)}{kept}, {found}"
+    if not report.passed and not report.defect:
+        console.print("More than half of the programs were refused, which says nothing of what the strategy computes.")
     console.print(f"{report.strategy} on {ranks}: {summed}; the next seed is {report.next_seed}.")
 
 

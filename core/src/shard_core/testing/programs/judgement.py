@@ -7,7 +7,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shard_core.testing.processes.world import World
-    from shard_core.testing.programs.observation import Stop, Trace
+    from shard_core.testing.programs.observation import Trace
     from shard_core.testing.programs.plain_run import Values
     from shard_core.testing.programs.program import Program
 
@@ -36,8 +36,23 @@ _IN_64 = 1e-7
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
 _TWINS, _TWINS_ALLOW = 3, 30.0
+_SETTLES = 10.0
+"""Rounding breaks a bound, jitter included, by less than this factor; float64 settles nothing beyond: a dtype that is
+wrong for float32 alone is right there."""
+_SETS_RATES = (ops.ChangeLearningRate, ops.StepScheduler)
+#: What has its dtype from the precision.
+_DTYPES = ("weights", "gradients")
 #: What a rank shows that is the same on all, or its own; the rest is shown by rank 0 alone.
 _BY_EACH_RANK = ("loss", "later", "output", "outputs", "norm", "reduced", "rates", "rate", "stepped", "generator")
+
+
+class _Difference(NamedTuple):
+    """The first value that differs: after which operation, of which kind, how, and by what factor too far."""
+
+    at: int
+    kind: str
+    text: str
+    excess: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +65,7 @@ class Judgement:
         symptom: What is alike about two programs that fail for one reason.
         text: What was found.
         settled: Whether a bound was broken and found to be rounding.
+        excess: By what factor a bound was broken; 0 for what no rounding does.
     """
 
     verdict: str
@@ -57,6 +73,7 @@ class Judgement:
     symptom: str = ""
     text: str = ""
     settled: bool = False
+    excess: float = 0.0
 
 
 def judge(program: Program, world: World, *, timeout: float = 20.0) -> Judgement:
@@ -70,25 +87,25 @@ def judge(program: Program, world: World, *, timeout: float = 20.0) -> Judgement
     Returns:
         The verdict.
     """
-    judgement, broken = _judge(program, world, timeout)
-    if not broken:
+    judgement = _judge(program, world, timeout)
+    if not 0 < judgement.excess <= _SETTLES:
         return judgement
     # A bound is broken: rounding all but disappears in float64, a defect stays.
     if program.precision == "32-true" and all("64-true" in plugins.find(name).precisions for name in _names(program)):
-        exact, _ = _judge(dataclasses.replace(program, precision="64-true"), world, timeout)
+        exact = _judge(dataclasses.replace(program, precision="64-true"), world, timeout)
         if exact.verdict == "equal" or (exact.verdict == "refused" and exact.at > judgement.at):
             return dataclasses.replace(judgement, verdict="equal", settled=True)
     return judgement
 
 
-def _judge(program: Program, world: World, timeout: float) -> tuple[Judgement, bool]:
-    """Judge once; also return whether a bound was broken and nothing worse."""
+def _judge(program: Program, world: World, timeout: float) -> Judgement:
+    """Judge once."""
     folder = tempfile.mkdtemp(prefix="shard-program-")
     try:
         traces: list[Trace] = world.run(run, script_of(program), folder, timeout=timeout)
     except RankFailed as error:
         kind = "hang" if "did not return within" in str(error) else "died"
-        return Judgement(verdict="defect", symptom=kind, text=str(error)), False
+        return Judgement(verdict="defect", symptom=kind, text=str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     with _own_generator():
@@ -96,10 +113,10 @@ def _judge(program: Program, world: World, timeout: float) -> tuple[Judgement, b
         if found and not program.precision.startswith("64"):
             found = _compare(program, traces, _chaos(program, traces))
     if found:
-        at, key, text = found
-        symptom = f"{_name(program, at)} {key}"
-        return Judgement(verdict="defect", at=at, symptom=symptom, text=text), True
-    return _stops(program, traces), False
+        symptom = f"{_name(program, found.at)} {found.kind}"
+        excess = found.excess if math.isfinite(found.excess) else 0.0
+        return Judgement(verdict="defect", at=found.at, symptom=symptom, text=found.text, excess=excess)
+    return _stops(program, traces)
 
 
 def _stops(program: Program, traces: Sequence[Trace]) -> Judgement:
@@ -113,18 +130,23 @@ def _stops(program: Program, traces: Sequence[Trace]) -> Judgement:
         return Judgement(verdict="defect", at=first.at, symptom=f"ranks disagree {where}", text=str(stops))
     if not first.ours:
         return Judgement(verdict="defect", at=first.at, symptom=f"{where} {first.kind}", text=first.text)
-    changed = _changed(traces[0], first)
+    changed = next(filter(None, (_changed(program, trace) for trace in traces)), "")
     if changed:
         text = f"{first.kind}: {first.text} But it had changed {changed} by then."
         return Judgement(verdict="defect", at=first.at, symptom=f"changed {where}", text=text)
     return Judgement(verdict="refused", at=first.at, symptom=f"{where} {first.kind}", text=first.text)
 
 
-def _changed(trace: Trace, stop: Stop) -> str:
+def _changed(program: Program, trace: Trace) -> str:
     """Name what a refused operation changed of what was shown last."""
-    for key, value in (stop.after or {}).items():
-        before = next((shown[key] for shown in reversed(trace.shown) if key in shown), None)
-        if key.startswith("weights") and isinstance(before, torch.Tensor) and not _as_before(key, before, value):
+    assert trace.stop is not None
+    for key, value in (trace.stop.after or {}).items():
+        shown = max((at for at, values in enumerate(trace.shown, -1) if key in values), default=None)
+        if shown is None:  # state that there was none of
+            return key
+        since = program.operations[shown + 1 : trace.stop.at]
+        by_user = key.startswith("rates") and any(isinstance(each, _SETS_RATES) for each in since)
+        if not by_user and not _as_before(key, torch.as_tensor(trace.shown[shown + 1][key]), torch.as_tensor(value)):
             return key
     return ""
 
@@ -136,8 +158,8 @@ def _as_before(key: str, before: torch.Tensor, after: torch.Tensor) -> bool:
 
 def _compare(
     program: Program, traces: Sequence[Trace], slack: Mapping[tuple[int, str], float] | None = None
-) -> tuple[int, str, str] | None:
-    """Hold every value that was shown to the oracle's; return the first that differs: where, its kind, and how."""
+) -> _Difference | None:
+    """Hold every value that was shown to the oracle's; return the first that differs."""
     oracle = Oracle(program, traces[0].data_rank[1], _exchanges(program))
     for at, truths in _truths(program, oracle, len(traces[0].shown)):
         for number, trace in enumerate(traces):
@@ -147,8 +169,9 @@ def _compare(
             truth = truths[rank] | {"generator": oracle.generators[rank]}
             found = _differs(trace.shown[at + 1], truth, program, at, slack or {}, whole=number == 0)
             if found:
-                key, text = found
-                return at, _kind(key), f"rank {number}, {_name(program, at)} (operation {at}): {key} {text}"
+                key, text, excess = found
+                text = f"rank {number}, {_name(program, at)} (operation {at}): {key} {text}"
+                return _Difference(at, _kind(key), text, excess)
         oracle.adopt(traces[0].shown[at + 1])
     return None
 
@@ -162,7 +185,8 @@ def _truths(program: Program, oracle: Oracle, count: int) -> Iterator[tuple[int,
 
 def _differs(
     shown: Values, truth: Values, program: Program, at: int, slack: Mapping[tuple[int, str], float], *, whole: bool
-) -> tuple[str, str] | None:
+) -> tuple[str, str, float] | None:
+    """Return the first value of one rank that differs after one operation: its key, how, and by what factor too far."""
     scale = _IN_64 if program.precision == "64-true" else 1.0
     flat, true = _flat(shown), _flat(truth)
     largest: dict[str, float] = {}
@@ -175,7 +199,9 @@ def _differs(
         if not whole and kind not in _BY_EACH_RANK:
             continue
         if key not in flat:
-            return key, "is missing"
+            return key, "is missing", math.inf
+        if kind in _DTYPES and flat[key].dtype != value.dtype:
+            return key, f"is of {flat[key].dtype}, in plain PyTorch of {value.dtype}", math.inf
         near = largest.get(key.rpartition(".")[2] if kind == "state" else kind, 0.0)
         bound = BOUNDS[kind] * scale + _TWINS_ALLOW * slack.get((at, key), 0.0)
         far = distance(flat[key], value, near * _LARGEST / max(BOUNDS[kind], 1e-30) if kind != "norm" else 0.0)
@@ -183,11 +209,13 @@ def _differs(
             return (
                 key,
                 f"is {_short(flat[key])}, in plain PyTorch {_short(value)}: off by {far:.1e}, allowed {bound:.1e}",
+                far / bound if bound else math.inf,
             )
-    if whole:
-        extra = next((key for key in flat if key not in true), None)
-        if extra is not None:
-            return extra, f"is shown, {_short(flat[extra])}, and plain PyTorch has none"
+    for key in flat:
+        if key not in true:
+            return key, f"is shown, {_short(flat[key])}, and plain PyTorch has none", math.inf
+        if not whole and _kind(key) not in _BY_EACH_RANK:
+            return key, "is shown, which rank 0 alone should", math.inf
     return None
 
 

@@ -182,7 +182,7 @@ def saves_an_empty_group(subject: Subject, path: Path) -> tuple[list[float], lis
             [{"params": [], "lr": rate}, {"params": list(module.parameters()), "lr": 2 * rate}]
         )
 
-    rates = []
+    rates: list[list[float]] = []
     for rate in (0.25, 1.0):
         with subject.strategy() as strategy:
             model, optimizer = set_up(strategy, "plain", optimizer_at(rate))

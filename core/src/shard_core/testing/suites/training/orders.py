@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import nn
 
 from shard_core.capability import Capability
 from shard_core.errors import ShardError
@@ -18,8 +19,6 @@ from shard_core.testing.suites.training.runs import BATCH
 from shard_core.testing.training import set_up, whole_weights
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shard_core.testing.strategy_under_test import Ranks, Subject
 
 _BOUND = 1e-5
@@ -85,15 +84,28 @@ def _pairs() -> list[tuple[Any, ...]]:
     return list(zip(batches[::2], batches[1::2], strict=True))
 
 
+class _Shifted(nn.Module):
+    """A regression, and a parameter that no engine keeps for the backward, which would be wrong once it is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.make("plain")
+        self.shift = nn.Parameter(torch.linspace(-0.5, 0.5, 6))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(inputs + self.shift, targets)
+        return loss
+
+
 def _change(what: str, model: nn.Module) -> None:
-    """Change by hand what plain PyTorch lets be changed while a backward is awaited, which reads no bias."""
+    """Change by hand what plain PyTorch lets be changed while a backward is awaited."""
     if what == "zeros":
         model.zero_grad()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if what == "gradients" and parameter.grad is not None:
                 parameter.grad.mul_(0.5)
-            elif what == "weights" and name.endswith("bias"):
+            elif what == "weights" and name.endswith("shift"):
                 parameter.mul_(0.5)
             elif what == "frozen" and "first" in name:
                 parameter.requires_grad_(False)
@@ -102,7 +114,7 @@ def _change(what: str, model: nn.Module) -> None:
 @functools.cache
 def _changed_plainly(what: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    model = models.make("plain")
+    model = _Shifted()
     optimizer = plain_descent.make_optimizer(model)
     for pending, batch in _pairs():
         model(*pending).backward()
@@ -117,7 +129,7 @@ def _changed_plainly(what: str) -> dict[str, torch.Tensor]:
 def change_past_a_forward(subject: Subject, what: str) -> dict[str, torch.Tensor] | str:
     """Train with changes between each forward and its backward; return the weights, or the strategy's error."""
     with subject.strategy() as strategy:
-        model, optimizer = set_up(strategy, "plain", plain_descent.make_optimizer)
+        model, optimizer = set_up(strategy, _Shifted, plain_descent.make_optimizer)
         try:
             for pending, batch in _pairs():
                 strategy.backward(model(*models.share_of(strategy, pending)), model)

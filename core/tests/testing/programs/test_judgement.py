@@ -1,0 +1,57 @@
+"""The judge overlooks no mistake that hides behind a refusal, behind rounding or beside the values it compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.campaign import campaign
+from shard_core.testing.programs.judgement import judge
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
+
+OPERATIONS = (ops.Backward(key=7, rows=(3, 3)), ops.ShowGradients(), ops.Step(), ops.ClipValue(value=1.0))
+#: What each is found by: the operation, and what of it.
+ROGUES = {
+    "refuses_without_momentum": "changed ClipValue",
+    "refuses_at_half_the_rate": "changed ClipValue",
+    "rounds_float32": "ShowGradients gradients",
+    "shows_doubles": "setup weights",
+    "shows_weights_everywhere": "setup weights",
+}
+
+
+@pytest.fixture
+def rogues(site, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    entries = {"shard.strategies": dict.fromkeys([*ROGUES, "refuses_everything", "refuses_to_clip"], "silent.plugin")}
+    site.install("shard-silent", requires=("shard-core>=1,<2",), entries=entries)
+
+
+@pytest.mark.parametrize("name", ROGUES)
+def test_a_mistake_is_no_refusal_and_no_rounding(name, rogues, worlds):
+    judgement = judge(program(name), worlds(2))
+    assert (judgement.verdict, judgement.symptom) == ("defect", ROGUES[name]), judgement.text
+
+
+@pytest.mark.parametrize("operation", [ops.ChangeLearningRate(), ops.StepScheduler()])
+def test_a_learning_rate_that_the_user_has_changed_is_no_mistake(operation, rogues, worlds):
+    judgement = judge(program("refuses_to_clip", *OPERATIONS[:-1], operation, OPERATIONS[-1]), worlds(2))
+    assert (judgement.verdict, judgement.symptom) == ("refused", "ClipValue SetupError"), judgement.text
+
+
+def test_who_refuses_everything_is_not_passed(rogues, worlds):
+    report = campaign("refuses_everything", count=4, others=(), worlds=worlds)
+    assert (report.verdicts["refused"], report.defect) == (4, None)
+    assert not report.passed
+
+
+def program(strategy, *operations):
+    return Program(
+        seed=0,
+        strategy=strategy,
+        models=(ModelSpec(parts=("linear",)),),
+        optimizers=(OptimizerSpec(kind="momentum", scheduled=True),),
+        operations=operations or OPERATIONS,
+    )
