@@ -47,7 +47,7 @@ def run_programs(
         as_json: Whether to print JSON.
 
     Returns:
-        The exit status: 1 if there is a defect, whose program is written to the current folder.
+        The exit status: 1 if there is a defect, whose program is written to the current folder, or if nearly all were refused.
 
     Raises:
         InvalidOption: If the ledger is none.
@@ -209,7 +209,7 @@ def _print(report: Report, file: str | None) -> None:
     found = "a defect" if report.defect else "no defect"
     summed = f"{report.count} program{'s' * (report.count != 1)}{kept}, {found}"
     if not report.passed and not report.defect:
-        console.print("More than half of the programs were refused, which says nothing of what the strategy computes.")
+        console.print("Nine in ten programs or more were refused, which says nothing of what the strategy computes.")
     console.print(f"{report.strategy} on {ranks}: {summed}; the next seed is {report.next_seed}.")
 
 
