@@ -47,7 +47,8 @@ def run_programs(
         as_json: Whether to print JSON.
 
     Returns:
-        The exit status: 1 if there is a defect, whose program is written to the current folder, or if nearly all were refused.
+        The exit status: 1 if there is a defect, whose program is written to the current folder, or if nearly all were
+            refused.
 
     Raises:
         InvalidOption: If the ledger is none.
