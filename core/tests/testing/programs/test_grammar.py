@@ -83,6 +83,7 @@ def test_one_strategy_goes_on_as_itself_alone():
         (COUNTED, ops.ClipValue(value=1.0), COUNTED),
         (dataclasses.replace(BACKWARD, rows=(2, 0)),),
         (ops.StepScheduler(),),
+        (ops.AddGroup(),),
         (ops.Freeze(part="norm"),),
         (ops.Step(optimizer=1),),
         (ops.Forward(module=1, key=0),),
@@ -106,3 +107,35 @@ def test_what_plain_pytorch_forbids_is_illegal(operations):
 )
 def test_odd_places_are_legal(operations):
     assert legal(dataclasses.replace(PLAIN, operations=operations))
+
+
+LACKING = dataclasses.replace(PLAIN, optimizers=(OptimizerSpec(without="linear"),))
+
+
+@pytest.mark.parametrize(
+    ("operations", "is_legal"),
+    [
+        ((BACKWARD, ops.AddGroup(), ops.Step()), True),
+        ((ops.AddGroup(), ops.Save(), ops.Load()), True),
+        ((ops.AddGroup(), ops.Switch(strategy="ddp"), ops.Step()), True),
+        ((ops.AddGroup(), ops.ZeroGrad(), COUNTED), True),
+        ((ops.AddGroup(), ops.AddGroup()), False),
+        ((ops.Save(), ops.AddGroup(), ops.Load()), False),
+        ((COUNTED,), False),
+        ((ops.AddGroup(), COUNTED), False),
+    ],
+)
+def test_a_group_is_added_once(operations, is_legal):
+    assert legal(dataclasses.replace(LACKING, operations=operations)) is is_legal
+
+
+@pytest.mark.parametrize(
+    "optimizers",
+    [
+        (OptimizerSpec(without="norm"),),
+        (OptimizerSpec(kind="adagrad", without="linear"),),
+        (OptimizerSpec(without="linear"), OptimizerSpec()),
+    ],
+)
+def test_an_optimizer_is_made_without_a_part_of_a_module_of_its_own(optimizers):
+    assert not legal(dataclasses.replace(PLAIN, optimizers=optimizers))

@@ -131,3 +131,29 @@ def test_what_was_saved_comes_back():
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(torch.as_tensor(after[name]), torch.as_tensor(value)), name
+
+
+def test_a_part_that_is_added_later_begins_to_step_at_its_own_rate():
+    oracle, model = oracle_of("linear", ranks=2, kind="momentum", without="linear"), model_of("linear")
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.05, momentum=0.9)
+    for key in range(3):
+        if key == 1:
+            oracle.play(ops.AddGroup(rate=0.1, decay=0.2))
+            optimizer.add_param_group({"params": list(model.parts.parameters()), "lr": 0.1, "weight_decay": 0.2})
+        oracle.play(ops.Backward(key=key, rows=(2, 2)))
+        for rank in range(2):
+            given = batch(key, rank, 2)
+            (loss_of(model(given), given) / 2).backward()
+        oracle.play(ops.Step())
+        optimizer.step()
+        assert_weights(oracle, model)
+        oracle.play(ops.ZeroGrad())
+        optimizer.zero_grad()
+    before = oracle.state()
+    oracle.play(ops.Switch(strategy="ddp"))
+    after = oracle.state()
+    assert before["rates.0"] == after["rates.0"] == [0.05, 0.1]
+    assert torch.equal(
+        before["state.0.parts.linear.layer.weight.momentum_buffer"],
+        after["state.0.parts.linear.layer.weight.momentum_buffer"],
+    )

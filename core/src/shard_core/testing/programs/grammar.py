@@ -33,6 +33,7 @@ _WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in v
 LEFT_OUT = (
     "a backward with a denominator after one without it in the same step, or after gradients were clipped or kept",
     "a batch without rows, unless the loss is a sum with a denominator",
+    "a denominator while a part is left out of the optimizer, or after it was added, until gradients are zeroed",
     "a closure where two optimizers share a module, or while gradients are deferred",
     "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
     "one outside: the contract refuses them",
@@ -62,7 +63,8 @@ class Situation:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._saved = False
+        self._added: frozenset[int] = frozenset()
+        self._saved: frozenset[int] | None = None
         self._modules = [_Module() for _ in program.models]
 
     def allows(self, operation: Operation) -> bool:
@@ -70,26 +72,33 @@ class Situation:
         number = self._module_of(operation)
         module = self._modules[number]
         alone = [spec.module for spec in self._program.optimizers].count(number) == 1
+        lacks = any(self._lacks(which) for which, spec in enumerate(self._program.optimizers) if spec.module == number)
         match operation:
             case ops.Backward(denominator=denominator):
                 sums = denominator and not module.stale and not module.clipped and operation.how != "gradient"
-                possible = sums or (not denominator and 0 not in operation.rows)
+                possible = (sums and not lacks) or (not denominator and 0 not in operation.rows)
                 allowed = possible and module.denominator in (None, denominator)
             case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
                 allowed = not module.deferred
             case ops.Closure():
                 allowed = alone and not module.deferred
             case ops.ZeroGrad(of_module=of_module, set_to_none=none):
-                allowed = (none and (of_module or alone)) or not module.deferred
+                allowed = (none and (of_module or (alone and not lacks))) or not module.deferred
             case ops.Freeze(part=part):
                 allowed = part in self._program.models[number].parts
             case ops.StepScheduler(optimizer=which):
                 allowed = self._program.optimizers[which].scheduled
+            case ops.AddGroup(optimizer=which):
+                allowed = self._lacks(which)
             case ops.Load():
-                allowed = self._saved
+                allowed = self._saved == self._added
             case _:
                 allowed = True
         return allowed
+
+    def _lacks(self, which: int) -> bool:
+        """Check whether an optimizer is still without the part that it was made without."""
+        return bool(self._program.optimizers[which].without) and which not in self._added
 
     def _module_of(self, operation: Operation) -> int:
         """Return the number of the module that an operation is about."""
@@ -112,8 +121,11 @@ class Situation:
             case ops.ZeroGrad(of_module=of_module):
                 if of_module or [spec.module for spec in self._program.optimizers].count(number) == 1:
                     self._modules[number] = _Module(deferred=module.deferred)
+            case ops.AddGroup(optimizer=which):
+                self._added |= {which}
+                module.stale = True
             case ops.Save():
-                self._saved = True
+                self._saved = self._added
             case ops.Switch():
                 self._modules = [_Module() for _ in self._modules]
             case _:
@@ -123,9 +135,7 @@ class Situation:
 def legal(program: Program) -> bool:
     """Check that a program's operations are allowed in their order, and name what it has."""
     counts = {"module": len(program.models), "optimizer": len(program.optimizers)}
-    if any(option not in _WRITTEN for option in program.options):
-        return False
-    if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
+    if not _possible(program):
         return False
     situation = Situation(program)
     for operation in program.operations:
@@ -139,6 +149,22 @@ def legal(program: Program) -> bool:
             return False
         situation.follow(operation)
     return True
+
+
+def _possible(program: Program) -> bool:
+    """Check a program's options, models and optimizers."""
+    if any(option not in _WRITTEN for option in program.options):
+        return False
+    if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
+        return False
+    return all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
+
+
+def _may_lack(program: Program, spec: OptimizerSpec, part: str) -> bool:
+    """Check that an optimizer may be made without a part of its module, which no other optimizer shares."""
+    alone = [each.module for each in program.optimizers].count(spec.module) == 1
+    # Torch 2.9's Adagrad has no state for a group that it was not made with.
+    return alone and spec.kind != "adagrad" and part in program.models[spec.module].parts
 
 
 def draw(seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str] = ()) -> Program:
@@ -193,7 +219,7 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         )
         for number in range(1 + two)
     ]
-    return Program(
+    drawn = Program(
         seed=seed,
         strategy=strategy,
         world_size=world_size,
@@ -202,12 +228,21 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         late=chance.random() < 0.2,
         options=_options(offered(strategy), chance),
     )
+    lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
+    return dataclasses.replace(drawn, optimizers=lacking)
 
 
 def _fused(spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
     """Return an optimizer that may step in one fused kernel, which excludes ``foreach``."""
     fused = spec.kind in FUSED and not spec.foreach and chance.random() < 0.2
     return dataclasses.replace(spec, fused=fused)
+
+
+def _lacking(program: Program, spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
+    """Return an optimizer that may be made without a part."""
+    part = chance.choice(program.models[spec.module].parts)
+    lacks = chance.random() < 0.25 and _may_lack(program, spec, part)
+    return dataclasses.replace(spec, without=part) if lacks else spec
 
 
 def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
@@ -293,6 +328,7 @@ def _odd(
         ops.EditGradients(module=number),
         ops.EditWeights(module=number, which=chance.randrange(50)),
         ops.ChangeLearningRate(optimizer=which, factor=chance.choice([0.5, 1.5])),
+        *[ops.AddGroup(optimizer=which, rate=chance.choice([0.01, 0.1]), decay=chance.choice([0.0, 0.1]))] * 3,
         ops.StepScheduler(optimizer=which),
         ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
         ops.ShowWeights(),

@@ -110,6 +110,15 @@ class ChangeLearningRate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AddGroup:
+    """Give an optimizer the part that it was made without, as a group with a learning rate and a decay of its own."""
+
+    optimizer: int = 0
+    rate: float = 0.02
+    decay: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepScheduler:
     """Step an optimizer's learning rate scheduler."""
 
@@ -207,6 +216,7 @@ Operation = (
     | EditGradients
     | EditWeights
     | ChangeLearningRate
+    | AddGroup
     | StepScheduler
     | Freeze
     | ShowWeights

@@ -112,6 +112,12 @@ class Oracle(PlainRun):
             group["lr"] *= operation.factor
         return {}
 
+    @_on_all.register(ops.AddGroup)
+    def _(self, operation: ops.AddGroup) -> Values:
+        self._add_group(operation)
+        self._added.append(operation)
+        return self.state()
+
     @_on_all.register(ops.StepScheduler)
     def _(self, operation: ops.StepScheduler) -> Values:
         scheduler = self._schedulers[operation.optimizer]

@@ -45,6 +45,7 @@ class PlainRun:
         self._strategy = program.strategy
         self._dtype = torch.float64 if program.precision == "64-true" else torch.float32
         self._saved: Any = None
+        self._added: list[ops.AddGroup] = []
         self._build()
 
     def _build(self) -> None:
@@ -59,6 +60,8 @@ class PlainRun:
             torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if spec.scheduled else None
             for spec, optimizer in zip(self._program.optimizers, self.optimizers, strict=True)
         ]
+        for operation in self._added:
+            self._add_group(operation)
         self._counts = [Count() for _ in self.optimizers]
         self._buffers = [[_buffers(model) for model in self.models] for _ in self._ranks]
         self._sent: list[list[dict[str, torch.Tensor]]] = []
@@ -66,7 +69,7 @@ class PlainRun:
     def _optimizer(self, spec: OptimizerSpec) -> torch.optim.Optimizer:
         peers = [each for each in self._program.optimizers if each.module == spec.module]
         share = peers.index(spec) if len(peers) > 1 else None
-        groups = parameters_of(self.models[spec.module], spec.groups, share)
+        groups = parameters_of(self.models[spec.module], spec.groups, share, spec.without)
         more: dict[str, Any] = {"weight_decay": spec.weight_decay, "maximize": spec.maximize, "foreach": spec.foreach}
         if spec.fused:
             more["fused"] = True
@@ -83,6 +86,12 @@ class PlainRun:
                 return torch.optim.RMSprop(groups, lr=0.005, momentum=0.5, eps=1e-3, **more)
             case _:
                 return torch.optim.Adagrad(groups, lr=0.02, eps=1e-6, **more)
+
+    def _add_group(self, operation: ops.AddGroup) -> None:
+        spec = self._program.optimizers[operation.optimizer]
+        parameters = list(self.models[spec.module].parts[spec.without].parameters())
+        group = {"params": parameters, "lr": operation.rate, "weight_decay": operation.decay}
+        self.optimizers[operation.optimizer].add_param_group(group)
 
     def state(self) -> Values:
         """Return what ``observation.state`` should."""
@@ -165,14 +174,14 @@ class PlainRun:
             count.divided = True
 
     def _gradients(self, module: int) -> Values:
-        """Return the gradients as a step would take them."""
+        """Return the gradients as a step would take them, of what an optimizer steps."""
         factors: dict[torch.Tensor, float] = {}
         for spec, optimizer, count in zip(self._program.optimizers, self.optimizers, self._counts, strict=True):
             if spec.module == module:
                 factor = len(self._ranks) / count.total if count.total and not count.divided else 1.0
                 factors |= {each: factor for group in optimizer.param_groups for each in group["params"]}
         named = self.models[module].named_parameters(remove_duplicate=False)
-        return {name: each.grad * factors[each] for name, each in named if each.grad is not None}
+        return {name: each.grad * factors[each] for name, each in named if each in factors and each.grad is not None}
 
     def _seed(self, seed: int) -> None:
         self.generators = []

@@ -34,6 +34,7 @@ class OptimizerSpec:
         fused: Torch's keyword, where it has one.
         weight_decay: Torch's keyword.
         scheduled: Whether it has a scheduler.
+        without: The part of its module whose parameters it is made without, for ``AddGroup`` to add.
     """
 
     module: int = 0
@@ -44,6 +45,7 @@ class OptimizerSpec:
     fused: bool = False
     weight_decay: float = 0.0
     scheduled: bool = False
+    without: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

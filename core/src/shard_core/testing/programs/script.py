@@ -110,7 +110,8 @@ def _optimizers(program: Program) -> list[tuple[str, OptimizerSpec]]:
 def _optimizer(program: Program, spec: OptimizerSpec) -> str:
     peers = [each for each in program.optimizers if each.module == spec.module]
     share = f", share={peers.index(spec)}" if len(peers) > 1 else ""
-    parameters = f"parameters_of({MODULES[spec.module]}, groups={spec.groups}{share})"
+    without = f", without={spec.without!r}" if spec.without else ""
+    parameters = f"parameters_of({MODULES[spec.module]}, groups={spec.groups}{share}{without})"
     more = f", weight_decay={spec.weight_decay}"
     more += ", maximize=True" if spec.maximize else ""
     more += f", foreach={spec.foreach}" if spec.foreach is not None else ""

@@ -23,6 +23,7 @@ _PLAIN: dict[str, Any] = {
     "fused": False,
     "weight_decay": 0.0,
     "scheduled": False,
+    "without": "",
     "kind": "sgd",
 }
 

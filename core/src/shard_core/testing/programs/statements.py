@@ -91,6 +91,11 @@ def _(operation: ops.ChangeLearningRate, *_: object) -> Lines:
     return [loop, f"    group['lr'] *= {operation.factor}"], []
 
 
+@statements.register(ops.AddGroup)
+def _(operation: ops.AddGroup, program: Program, *_: object) -> Lines:
+    return [_added(operation, program)], [f"**{shown_state(program)}"]
+
+
 @statements.register(ops.StepScheduler)
 def _(operation: ops.StepScheduler, *_: object) -> Lines:
     name = SCHEDULERS[operation.optimizer]
@@ -165,6 +170,7 @@ def _(operation: ops.Switch, program: Program, number: int, *_: object) -> Lines
         f"strategy = {strategy_of(program, operation.strategy)}",
         "strategy.setup_environment()",
         f"{', '.join(everything(program))} = build(strategy)",
+        *(_added(each, program) for each in program.operations[:number] if isinstance(each, ops.AddGroup)),
         f"strategy.load_checkpoint({path}, {states})",
     ], [f"**{shown_state(program)}"]
 
@@ -241,6 +247,13 @@ def strategy_of(program: Program, name: str) -> str:
 def _owned(program: Program, which: int) -> str:
     """Write an optimizer after its module, as arguments."""
     return f"{MODULES[program.optimizers[which].module]}, {OPTIMIZERS[which]}"
+
+
+def _added(operation: ops.AddGroup, program: Program) -> str:
+    spec = program.optimizers[operation.optimizer]
+    parameters = f"list(strategy.unwrap({MODULES[spec.module]}).parts[{spec.without!r}].parameters())"
+    group = f'{{"params": {parameters}, "lr": {operation.rate}, "weight_decay": {operation.decay}}}'
+    return f"{OPTIMIZERS[operation.optimizer]}.add_param_group({group})"
 
 
 def everything(program: Program) -> list[str]:
