@@ -84,6 +84,8 @@ def test_one_strategy_goes_on_as_itself_alone():
         (dataclasses.replace(BACKWARD, rows=(2, 0)),),
         (ops.StepScheduler(),),
         (ops.AddGroup(),),
+        (ops.UpdateAverage(),),
+        (ops.ShowAverage(key=1),),
         (ops.Freeze(part="norm"),),
         (ops.Step(optimizer=1),),
         (ops.Forward(module=1, key=0),),

@@ -13,13 +13,14 @@ from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Progra
 SEED = 5
 
 
-def oracle_of(*parts, ranks, **optimizer):
+def oracle_of(*parts, ranks, averaged=False, **optimizer):
     program = Program(
         seed=SEED,
         strategy="ddp",
         world_size=ranks,
         models=(ModelSpec(parts=parts),),
         optimizers=(OptimizerSpec(**optimizer),),
+        averaged=averaged,
     )
     return Oracle(program, ranks, {"ddp": False})
 
@@ -157,3 +158,20 @@ def test_a_part_that_is_added_later_begins_to_step_at_its_own_rate():
         before["state.0.parts.linear.layer.weight.momentum_buffer"],
         after["state.0.parts.linear.layer.weight.momentum_buffer"],
     )
+
+
+def test_an_average_follows_the_weights_and_stands_in_for_them():
+    oracle, model = oracle_of("linear", ranks=2, averaged=True), model_of("linear")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    oracle.play(ops.EditWeights(which=0, factor=0.0))
+    oracle.play(ops.UpdateAverage())
+    oracle.play(ops.Save())
+    oracle.play(ops.UpdateAverage())
+    oracle.play(ops.Load())
+    edited, _ = next(model.named_parameters())
+    before[edited] *= 0.9
+    model.load_state_dict(before)
+    for rank, shown in enumerate(oracle.play(ops.ShowAverage(key=2))):
+        torch.testing.assert_close(shown["output"], model(batch(2, rank, 3)))
+        torch.testing.assert_close(shown["averaged"], before)
+    assert not oracle.state()[f"weights.0.{edited}"].any()

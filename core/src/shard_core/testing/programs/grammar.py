@@ -90,6 +90,8 @@ class Situation:
                 allowed = self._program.optimizers[which].scheduled
             case ops.AddGroup(optimizer=which):
                 allowed = self._lacks(which)
+            case ops.UpdateAverage() | ops.ShowAverage():
+                allowed = self._program.averaged
             case ops.Load():
                 allowed = self._saved == self._added
             case _:
@@ -226,6 +228,7 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         models=tuple(models),
         optimizers=tuple(_fused(spec, chance) for spec in optimizers),
         late=chance.random() < 0.2,
+        averaged=chance.random() < 0.15,
         options=_options(offered(strategy), chance),
     )
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
@@ -278,6 +281,7 @@ def _ordinary(
         found += [ops.ClipNorm(optimizer=which, max_norm=bound, norm_type=chance.choice(norm_types)) for which in mine]
     skipped = chance.random() < 0.1
     found += [] if skipped else [ops.Step(optimizer=which) for which in mine]
+    found += [ops.UpdateAverage()] if program.averaged and number == 0 else []
     found += [ops.StepScheduler(optimizer=which) for which in mine if program.optimizers[which].scheduled]
     if chance.random() < 0.85:
         none = chance.random() < 0.7
@@ -331,6 +335,7 @@ def _odd(
         *[ops.AddGroup(optimizer=which, rate=chance.choice([0.01, 0.1]), decay=chance.choice([0.0, 0.1]))] * 3,
         ops.StepScheduler(optimizer=which),
         ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
+        *([ops.UpdateAverage(), ops.ShowAverage(key=key), ops.ShowAverage(key=key)] if program.averaged else []),
         ops.ShowWeights(),
         ops.ShowGradients(module=number),
         ops.LoadStateDict(module=number),

@@ -135,6 +135,18 @@ class Freeze:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateAverage:
+    """Add the first module's weights to their exponential moving average."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowAverage:
+    """Evaluate the first module with the average for its weights, and show these."""
+
+    key: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowWeights:
     """Show a module's weights, and every optimizer's state."""
 
@@ -219,6 +231,8 @@ Operation = (
     | AddGroup
     | StepScheduler
     | Freeze
+    | UpdateAverage
+    | ShowAverage
     | ShowWeights
     | ShowGradients
     | LoadStateDict

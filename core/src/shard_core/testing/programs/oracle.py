@@ -39,6 +39,8 @@ class Oracle(PlainRun):
                 return self._each(lambda rank: self._forward(operation, rank))
             case ops.Evaluate():
                 return self._each(lambda rank: self._evaluate(operation, rank), together=_interleaved)
+            case ops.ShowAverage():
+                return self._evaluated_average(operation)
             case ops.Reduce():
                 return [self._reduced(operation)] * len(self._ranks)
             case _:
@@ -128,6 +130,15 @@ class Oracle(PlainRun):
     @_on_all.register(ops.Freeze)
     def _(self, operation: ops.Freeze) -> Values:
         self.models[operation.module].parts[operation.part].requires_grad_(operation.trained)
+        return {}
+
+    @_on_all.register(ops.UpdateAverage)
+    def _(self, operation: ops.UpdateAverage) -> Values:
+        del operation
+        assert self._average is not None
+        with torch.no_grad():
+            for average, parameter in zip(self._average.parameters(), self.models[0].parameters(), strict=True):
+                average.copy_(0.9 * average + 0.1 * parameter)
         return {}
 
     @_on_all.register(ops.ShowWeights)
@@ -223,6 +234,15 @@ class Oracle(PlainRun):
             output = tensors_of(self._run(operation.module, batch(operation.key, rank, 3), rank, method=method))[0]
         model.train()
         return {"output": output.detach().clone()}
+
+    def _evaluated_average(self, operation: ops.ShowAverage) -> list[Values]:
+        assert self._average is not None
+        trained, self.models[0] = self.models[0], self._average
+        shown = self._each(lambda rank: self._forward(ops.Forward(key=operation.key, how="eval"), rank))
+        self._fill(0, self._buffers[0][0])
+        averaged = {name: each.clone() for name, each in self._average.state_dict().items()}
+        self.models[0] = trained
+        return [each | {"averaged": averaged} for each in shown]
 
     def _evaluate(self, operation: ops.Evaluate, rank: int) -> Values:
         model = self.models[operation.module].eval()

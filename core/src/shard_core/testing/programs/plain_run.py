@@ -60,6 +60,7 @@ class PlainRun:
             torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if spec.scheduled else None
             for spec, optimizer in zip(self._program.optimizers, self.optimizers, strict=True)
         ]
+        self._average = copy.deepcopy(self.models[0]) if self._program.averaged else None
         for operation in self._added:
             self._add_group(operation)
         self._counts = [Count() for _ in self.optimizers]
@@ -113,6 +114,10 @@ class PlainRun:
             for number in range(len(self.optimizers)):
                 for name, value in self._slots(number):
                     value.copy_(shown.get(f"state.{number}.{name}", value))
+
+        if self._average is not None:
+            for name, parameter in self._average.named_parameters(remove_duplicate=False):
+                parameter.data.copy_(shown.get("averaged", {}).get(name, parameter))
 
     def jitter(self, generator: torch.Generator, size: float = 2e-7) -> None:
         """Move weights and gradients by about two units in the last place, to see how far results follow.
@@ -204,7 +209,8 @@ class PlainRun:
             self._spread(number)
 
     def _holders(self) -> list[Any]:
-        return [*self.models, *self.optimizers, *(each for each in self._schedulers if each is not None)]
+        holders = [*self.models, *self.optimizers, *self._schedulers, self._average]
+        return [each for each in holders if each is not None]
 
     def _spread(self, module: int) -> None:
         """Copy the buffers that were loaded to every rank."""

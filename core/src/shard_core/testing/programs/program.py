@@ -60,6 +60,7 @@ class Program:
         models: Its models.
         optimizers: Its optimizers.
         late: Whether optimizers are made after setup.
+        averaged: Whether the first model has an exponential moving average.
         options: Of the strategies that have them, from ``OPTIONS``, as they are written in Python.
         operations: What it does.
     """
@@ -71,6 +72,7 @@ class Program:
     models: tuple[ModelSpec, ...]
     optimizers: tuple[OptimizerSpec, ...]
     late: bool = False
+    averaged: bool = False
     options: tuple[str, ...] = ()
     operations: tuple[Operation, ...] = ()
 

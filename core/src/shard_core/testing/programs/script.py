@@ -25,7 +25,7 @@ _HEAD = '''\
 
 import torch
 
-from shard_core import get_strategy
+from shard_core import {imports}
 from shard_core.testing.programs import Model, batch, evaluate, loss_of, parameters_of, state, tensors_of
 
 
@@ -58,7 +58,8 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
         Python; ``show(number, **values)`` is called once after setup, with -1, and once after each operation.
     """
     lines = [*_build(program), "", "", *_main(program)]
-    return _HEAD.format(reason=reason) + "\n".join(lines) + _TAIL.format(ranks=program.world_size)
+    imports = "ExponentialMovingAverage, get_strategy" if program.averaged else "get_strategy"
+    return _HEAD.format(reason=reason, imports=imports) + "\n".join(lines) + _TAIL.format(ranks=program.world_size)
 
 
 def _build(program: Program) -> Iterator[str]:
@@ -84,6 +85,8 @@ def _build(program: Program) -> Iterator[str]:
     for name, (optimizer, spec) in zip(SCHEDULERS, _optimizers(program), strict=False):
         if spec.scheduled:
             yield f"    {name} = torch.optim.lr_scheduler.StepLR({optimizer}, 1, 0.9)"
+    if program.averaged:
+        yield f"    average = ExponentialMovingAverage(strategy, {MODULES[0]}, decay=0.9)"
     yield f"    return {', '.join(everything(program))}"
 
 

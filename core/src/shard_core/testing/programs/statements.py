@@ -108,6 +108,23 @@ def _(operation: ops.Freeze, *_: object) -> Lines:
     return [f"{part}.requires_grad_({operation.trained})"], []
 
 
+@statements.register(ops.UpdateAverage)
+def _(*_: object) -> Lines:
+    return ["average.update()"], []
+
+
+@statements.register(ops.ShowAverage)
+def _(operation: ops.ShowAverage, program: Program, *_: object) -> Lines:
+    name = MODULES[0]
+    return [
+        f"{name}.eval()",
+        "with average.applied(), torch.no_grad():",
+        f"    output = tensors_of({name}({_batch(program, operation.key, (3,))}))[0]",
+        f"    averaged = strategy.module_state_dict({name})",
+        f"{name}.train()",
+    ], ["output=output", "averaged=averaged"]
+
+
 @statements.register(ops.ShowWeights)
 def _(operation: ops.ShowWeights, program: Program, *_: object) -> Lines:
     del operation
@@ -259,7 +276,8 @@ def _added(operation: ops.AddGroup, program: Program) -> str:
 def everything(program: Program) -> list[str]:
     """List the names of all that a program builds, saves and loads."""
     schedulers = [name for name, spec in zip(SCHEDULERS, program.optimizers, strict=False) if spec.scheduled]
-    return [*MODULES[: len(program.models)], *OPTIMIZERS[: len(program.optimizers)], *schedulers]
+    average = ["average"] if program.averaged else []
+    return [*MODULES[: len(program.models)], *OPTIMIZERS[: len(program.optimizers)], *schedulers, *average]
 
 
 def _states(program: Program) -> str:
