@@ -17,6 +17,7 @@ PLAIN = Program(seed=0, strategy="ddp", models=(ModelSpec(parts=("linear",)),), 
 BACKWARD = ops.Backward(key=1, rows=(2, 2))
 DEFERRED = dataclasses.replace(BACKWARD, deferred=True)
 COUNTED = dataclasses.replace(BACKWARD, denominator=True)
+THROUGH = dataclasses.replace(BACKWARD, how="through")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,9 @@ def test_one_strategy_goes_on_as_itself_alone():
         (COUNTED, BACKWARD),
         (COUNTED, ops.ClipValue(value=1.0), COUNTED),
         (dataclasses.replace(BACKWARD, rows=(2, 0)),),
+        (dataclasses.replace(BACKWARD, how="contrastive", rows=(2, 3)),),
+        (dataclasses.replace(COUNTED, how="contrastive"),),
+        (THROUGH,),
         (ops.StepScheduler(),),
         (ops.AddGroup(),),
         (ops.UpdateAverage(),),
@@ -141,3 +145,18 @@ def test_a_group_is_added_once(operations, is_legal):
 )
 def test_an_optimizer_is_made_without_a_part_of_a_module_of_its_own(optimizers):
     assert not legal(dataclasses.replace(PLAIN, optimizers=optimizers))
+
+
+@pytest.mark.parametrize(
+    ("operations", "is_legal"),
+    [
+        ((THROUGH, ops.Step(optimizer=1), ops.Step()), True),
+        ((dataclasses.replace(COUNTED, module=1), THROUGH), False),
+        ((dataclasses.replace(THROUGH, deferred=True), BACKWARD, ops.Step()), True),
+        ((dataclasses.replace(THROUGH, deferred=True), BACKWARD, ops.Step(optimizer=1)), False),
+        ((dataclasses.replace(DEFERRED, module=1), THROUGH, ops.Step(optimizer=1)), True),
+    ],
+)
+def test_a_loss_through_two_modules_is_pending_in_both(operations, is_legal):
+    two = dataclasses.replace(PLAIN, models=PLAIN.models * 2, optimizers=(OptimizerSpec(), OptimizerSpec(module=1)))
+    assert legal(dataclasses.replace(two, operations=operations)) is is_legal

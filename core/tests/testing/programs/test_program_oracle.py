@@ -175,3 +175,36 @@ def test_an_average_follows_the_weights_and_stands_in_for_them():
         torch.testing.assert_close(shown["output"], model(batch(2, rank, 3)))
         torch.testing.assert_close(shown["averaged"], before)
     assert not oracle.state()[f"weights.0.{edited}"].any()
+
+
+def test_a_contrastive_loss_trains_what_made_the_outputs_of_others():
+    oracle, model = oracle_of("linear", ranks=2), model_of("linear")
+    shown = oracle.play(ops.Backward(key=1, rows=(3, 3), how="contrastive"))
+    outputs = torch.cat([model(batch(1, rank, 3)) for rank in range(2)])
+    losses = torch.nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(6), reduction="none")
+    losses.mean().backward()
+    torch.testing.assert_close(torch.stack([each["loss"] for each in shown]), losses.view(2, 3).mean(1))
+    gradients = oracle.play(ops.ShowGradients())[0]["gradients"]
+    torch.testing.assert_close(gradients["head.weight"], model.head.weight.grad)
+
+
+def test_a_loss_through_two_modules_trains_both():
+    program = Program(
+        seed=SEED,
+        strategy="ddp",
+        models=(ModelSpec(parts=("linear",)), ModelSpec(parts=())),
+        optimizers=(OptimizerSpec(), OptimizerSpec(module=1)),
+    )
+    oracle = Oracle(program, 2, {"ddp": False})
+    torch.manual_seed(SEED)
+    model, critic = Model("linear"), Model()
+    oracle.play(ops.Backward(key=1, rows=(1, 3), how="through", denominator=True))
+    losses = []
+    for rank, rows in enumerate((1, 3)):
+        given = batch(1, rank, rows)
+        made = given._replace(inputs=given.inputs + model(given).mean(1)[:, None, None])
+        losses.append(loss_of(critic(made), given, "sum"))
+    (sum(losses) / 4).backward()
+    for number, each in enumerate((model, critic)):
+        gradients = oracle.play(ops.ShowGradients(module=number))[0]["gradients"]
+        torch.testing.assert_close(gradients["head.weight"], each.head.weight.grad)

@@ -72,18 +72,15 @@ class Situation:
         number = self._module_of(operation)
         module = self._modules[number]
         alone = [spec.module for spec in self._program.optimizers].count(number) == 1
-        lacks = any(self._lacks(which) for which, spec in enumerate(self._program.optimizers) if spec.module == number)
         match operation:
-            case ops.Backward(denominator=denominator):
-                sums = denominator and not module.stale and not module.clipped and operation.how != "gradient"
-                possible = (sums and not lacks) or (not denominator and 0 not in operation.rows)
-                allowed = possible and module.denominator in (None, denominator)
+            case ops.Backward():
+                allowed = self._adds_up(operation)
             case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
                 allowed = not module.deferred
             case ops.Closure():
                 allowed = alone and not module.deferred
             case ops.ZeroGrad(of_module=of_module, set_to_none=none):
-                allowed = (none and (of_module or (alone and not lacks))) or not module.deferred
+                allowed = (none and (of_module or (alone and not self._lacks_of(number)))) or not module.deferred
             case ops.Freeze(part=part):
                 allowed = part in self._program.models[number].parts
             case ops.StepScheduler(optimizer=which):
@@ -97,6 +94,26 @@ class Situation:
             case _:
                 allowed = True
         return allowed
+
+    def _adds_up(self, operation: ops.Backward) -> bool:
+        """Check that a backward's losses add up to what is pending in all modules that it comes through."""
+        reached = self._reached(operation)
+        if max(reached) >= len(self._modules) or (operation.how == "contrastive" and len(set(operation.rows)) > 1):
+            return False
+        if not operation.denominator:
+            possible = 0 not in operation.rows
+        else:
+            possible = operation.how not in ("gradient", "contrastive") and not any(
+                self._modules[each].stale or self._modules[each].clipped or self._lacks_of(each) for each in reached
+            )
+        return possible and all(self._modules[each].denominator in (None, operation.denominator) for each in reached)
+
+    def _reached(self, operation: ops.Backward) -> list[int]:
+        """List the modules that a loss comes through."""
+        return [0, 1] if operation.how == "through" else [operation.module]
+
+    def _lacks_of(self, number: int) -> bool:
+        return any(self._lacks(which) for which, spec in enumerate(self._program.optimizers) if spec.module == number)
 
     def _lacks(self, which: int) -> bool:
         """Check whether an optimizer is still without the part that it was made without."""
@@ -115,7 +132,8 @@ class Situation:
         module = self._modules[number]
         match operation:
             case ops.Backward(denominator=denominator, deferred=deferred):
-                module.denominator, module.deferred = denominator, deferred
+                for each in self._reached(operation):
+                    self._modules[each].denominator, self._modules[each].deferred = denominator, deferred
             case ops.ClipNorm() | ops.ClipValue():
                 module.clipped = True
             case ops.Step() | ops.Closure():
@@ -292,19 +310,22 @@ def _ordinary(
 
 
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
-    denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities
-    rows = [chance.randint(2, 4)] * program.world_size
-    if denominator and chance.random() < 0.6:
-        least = 2 if "batch_norm" in program.models[number].parts else 0
-        rows = [chance.randint(least, 4) for _ in rows]
-        rows[0] = max(rows[0], 1)
     kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient"]
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
+    kinds += ["contrastive"] * (Capability.SYNC_GRADS in card.capabilities)
+    kinds += ["through"] * 2 * (len(program.models) == 2)
+    how = chance.choice(kinds)
+    denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities and how != "contrastive"
+    rows = [chance.randint(2, 4)] * program.world_size
+    if denominator and chance.random() < 0.6:
+        least = 2 if any("batch_norm" in model.parts for model in program.models) else 0
+        rows = [chance.randint(least, 4) for _ in rows]
+        rows[0] = max(rows[0], 1)
     return ops.Backward(
         module=number,
         key=chance.randrange(10**6),
         rows=tuple(rows),
-        how=chance.choice(kinds),
+        how=how,
         denominator=denominator,
         deferred=chance.random() < 0.25,
         extra="extra" in program.models[number].parts and chance.random() < 0.5,
@@ -337,10 +358,11 @@ def _odd(
         ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
         *([ops.UpdateAverage(), ops.ShowAverage(key=key), ops.ShowAverage(key=key)] if program.averaged else []),
         ops.ShowWeights(),
+        ops.ShowParameters(module=number),
         ops.ShowGradients(module=number),
         ops.LoadStateDict(module=number),
         ops.ReloadOptimizer(optimizer=which),
-        ops.Reduce(key=key, how=chance.choice(["mean", "sum", "max", "gather"])),
+        ops.Reduce(key=key, how=chance.choice(["mean", "sum", "max", "gather", "dict"])),
         ops.Seed(seed=chance.randrange(1000)),
         ops.Save(blocking=chance.random() < 0.6),
         ops.Load(),

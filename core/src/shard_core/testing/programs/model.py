@@ -109,6 +109,18 @@ def loss_of(output: Output, given: Batch, reduction: str = "mean") -> torch.Tens
     return rows.sum() if reduction == "sum" else rows.mean()
 
 
+def contrast_of(mine: torch.Tensor, everyone: torch.Tensor, rank: int) -> torch.Tensor:
+    """Compute the loss of telling each of a data rank's rows from those of all, of shape (ranks, rows, 3)."""
+    scores = mine @ everyone.flatten(0, 1).T
+    own = torch.arange(len(mine), device=scores.device) + rank * len(mine)
+    return nn.functional.cross_entropy(scores, own)
+
+
+def fed_back(given: Batch, output: Output) -> Batch:
+    """Make a batch for another model of what one has made of a batch."""
+    return given._replace(inputs=given.inputs + tensors_of(output)[0].mean(1)[:, None, None])
+
+
 def parameters_of(
     model: nn.Module, groups: int = 1, share: int | None = None, without: str = ""
 ) -> list[dict[str, Any]]:

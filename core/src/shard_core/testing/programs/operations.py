@@ -18,7 +18,8 @@ class Backward:
         rows: The samples of each data rank.
         how: ``"plain"``; ``"retain_graph"``: two backwards through one graph; ``"two_forwards"``: of one loss;
             ``"crossed"``: two forwards, then their backwards in the other order; ``"gradient"``: of the output and its
-            gradient; ``"method"``: through an entry method.
+            gradient; ``"method"``: through an entry method; ``"contrastive"``: each row's output is told from those of
+            all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is.
@@ -152,6 +153,13 @@ class ShowWeights:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowParameters:
+    """Show a module's parameters and buffers as ``full_parameters`` yields them on every rank."""
+
+    module: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowGradients:
     """Show a module's gradients."""
 
@@ -175,7 +183,10 @@ class ReloadOptimizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduce:
-    """Reduce a tensor over data ranks by ``"mean"``, ``"sum"`` or ``"max"``, or gather it: ``"gather"``."""
+    """Reduce a tensor over data ranks by ``"mean"``, ``"sum"`` or ``"max"``, or gather it: ``"gather"``.
+
+    ``"dict"`` is the mean of a dict's tensor and number, by ``reduce``.
+    """
 
     key: int
     how: str = "mean"
@@ -234,6 +245,7 @@ Operation = (
     | UpdateAverage
     | ShowAverage
     | ShowWeights
+    | ShowParameters
     | ShowGradients
     | LoadStateDict
     | ReloadOptimizer

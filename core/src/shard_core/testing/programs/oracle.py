@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.model import Batch, batch, loss_of, tensors_of
+from shard_core.testing.programs.model import Batch, batch, contrast_of, fed_back, loss_of, tensors_of
 from shard_core.testing.programs.plain_run import Count, PlainRun, Values
 
 if TYPE_CHECKING:
@@ -34,7 +34,12 @@ class Oracle(PlainRun):
         match operation:
             case ops.Backward():
                 self._note(operation)
-                return self._each(lambda rank: self._backward(operation, rank))
+                contrasts = operation.how == "contrastive"
+                return (
+                    self._contrasted(operation)
+                    if contrasts
+                    else self._each(lambda rank: self._backward(operation, rank))
+                )
             case ops.Forward():
                 return self._each(lambda rank: self._forward(operation, rank))
             case ops.Evaluate():
@@ -146,6 +151,12 @@ class Oracle(PlainRun):
         del operation
         return self.state()
 
+    @_on_all.register(ops.ShowParameters)
+    def _(self, operation: ops.ShowParameters) -> Values:
+        model = self.models[operation.module]
+        self._fill(operation.module, self._buffers[0][operation.module])
+        return {"full": {name: each.clone() for name, each in model.state_dict().items()}}
+
     @_on_all.register(ops.ShowGradients)
     def _(self, operation: ops.ShowGradients) -> Values:
         return {"gradients": self._gradients(operation.module)}
@@ -214,6 +225,8 @@ class Oracle(PlainRun):
                 output = tensors_of(self._run(module, given, rank, extra=operation.extra))[0]
                 self._add((output * 0.1 * given.targets.to(output)).sum())
                 return {"loss": output.detach().sum()}
+            case "through":
+                loss = loss_of(self._run(1, fed_back(given, self._run(0, given, rank)), rank), given, reduction)
             case "method":
                 score = self._run(module, given, rank, extra=operation.extra, method="score")
                 loss = score.sum() if operation.denominator else score.mean()
@@ -225,6 +238,18 @@ class Oracle(PlainRun):
         else:
             self._add(loss)
         return {"loss": loss.detach()}
+
+    def _contrasted(self, operation: ops.Backward) -> list[Values]:
+        """Play a loss of each rank in which all ranks' outputs are, with the gradients of all losses for each."""
+
+        def forward(rank: int) -> Values:
+            given = batch(operation.key, rank, operation.rows[rank])
+            return {"mine": tensors_of(self._run(operation.module, given, rank, extra=operation.extra))[0]}
+
+        outputs = [each["mine"] for each in self._each(forward)]
+        losses = [contrast_of(mine, torch.stack(outputs), rank) for rank, mine in enumerate(outputs)]
+        self._add(torch.stack(losses).sum())
+        return [{"loss": loss.detach()} for loss in losses]
 
     def _forward(self, operation: ops.Forward, rank: int) -> Values:
         model = self.models[operation.module]
@@ -253,6 +278,8 @@ class Oracle(PlainRun):
 
     def _reduced(self, operation: ops.Reduce) -> Values:
         numbers = torch.stack([batch(operation.key, rank, 2).inputs for rank in self._ranks])
+        if operation.how == "dict":
+            return {"reduced": numbers.mean(0) + sum(self._ranks) / len(self._ranks)}
         whole = {"gather": numbers, "mean": numbers.mean(0), "sum": numbers.sum(0), "max": numbers.amax(0)}
         return {"reduced": whole[operation.how]}
 

@@ -166,7 +166,7 @@ class PlainRun:
         calls = 2 if operation.how in ("retain_graph", "crossed") else 1
         if operation.denominator:
             for spec, count in zip(self._program.optimizers, self._counts, strict=True):
-                if spec.module == operation.module:
+                if operation.how == "through" or spec.module == operation.module:
                     count.total += calls * sum(operation.rows[rank] for rank in self._ranks)
 
     def _divide(self, which: int) -> None:

@@ -26,7 +26,8 @@ _HEAD = '''\
 import torch
 
 from shard_core import {imports}
-from shard_core.testing.programs import Model, batch, evaluate, loss_of, parameters_of, state, tensors_of
+from shard_core.testing.programs import Model, batch, contrast_of, evaluate, fed_back, loss_of
+from shard_core.testing.programs import parameters_of, state, tensors_of
 
 
 '''

@@ -131,6 +131,11 @@ def _(operation: ops.ShowWeights, program: Program, *_: object) -> Lines:
     return [], [f"**{shown_state(program)}"]
 
 
+@statements.register(ops.ShowParameters)
+def _(operation: ops.ShowParameters, *_: object) -> Lines:
+    return [f"full = dict(strategy.full_parameters({MODULES[operation.module]}))"], ["full=full"]
+
+
 @statements.register(ops.ShowGradients)
 def _(operation: ops.ShowGradients, *_: object) -> Lines:
     return [f"gradients = strategy.module_gradients({MODULES[operation.module]})"], ["gradients=gradients"]
@@ -154,10 +159,13 @@ def _(operation: ops.ReloadOptimizer, program: Program, *_: object) -> Lines:
 
 @statements.register(ops.Reduce)
 def _(operation: ops.Reduce, *_: object) -> Lines:
-    gathers = operation.how == "gather"
-    call = "all_gather(numbers" if gathers else f"all_reduce(numbers, reduce_op={operation.how!r}"
-    reduced = f"reduced = strategy.{call}, group='data_parallel')"
-    return [f"numbers = batch({operation.key}, rank, 2).inputs", reduced], ["reduced=reduced"]
+    calls = {
+        "gather": "all_gather(numbers, 'data_parallel')",
+        "dict": "reduce({'numbers': numbers, 'rank': float(rank)}, 'data_parallel')",
+    }
+    call = calls.get(operation.how, f"all_reduce(numbers, 'data_parallel', {operation.how!r})")
+    lines = [f"numbers = batch({operation.key}, rank, 2).inputs", f"reduced = strategy.{call}"]
+    return lines, ["reduced=reduced['numbers'] + reduced['rank']" if operation.how == "dict" else "reduced=reduced"]
 
 
 @statements.register(ops.Seed)
@@ -221,6 +229,19 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
             lines += [f"output = tensors_of({name}(given{extra}))[0]"]
             lines += [f"strategy.backward(output, {name}, gradient=0.1 * given.targets.to(output))"]
             shown = ["loss=output.sum()"]
+        case "contrastive":
+            lines += [
+                f"mine = tensors_of({name}(given{extra}))[0]",
+                "everyone = strategy.all_gather(mine, 'data_parallel', sync_grads=True)",
+                "loss = contrast_of(mine, everyone, rank)",
+                f"strategy.backward(loss, {name})",
+            ]
+        case "through":
+            first, second = MODULES
+            lines += [
+                f"loss = loss_of({second}(fed_back(given, {first}(given))), given{reduction})",
+                f"strategy.backward(loss, {name}{counted})",
+            ]
         case "method":
             score = f"strategy.unwrap({name}).score(given{extra})"
             lines += [
