@@ -246,7 +246,7 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         models=tuple(models),
         optimizers=tuple(_fused(spec, chance) for spec in optimizers),
         late=chance.random() < 0.2,
-        averaged=chance.random() < 0.15,
+        averaged=chance.random() < 0.06,
         options=_options(offered(strategy), chance),
     )
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
