@@ -341,7 +341,9 @@ def _odd(
     parts = [
         part for part in program.models[number].parts if part != "frozen" or Capability.UNFREEZE in card.capabilities
     ]
+    averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key), ops.ShowAverage(key=key)]
     proposals: list[Operation] = [
+        *(averaging if program.averaged else ()),
         _backward(program, number, card, chance),
         ops.Forward(module=number, key=key, how=chance.choice(["train", "eval", "no_grad", "inference", "unwrap"])),
         ops.Evaluate(module=number, key=key, samples=chance.randint(3, 9)),
@@ -356,7 +358,6 @@ def _odd(
         *[ops.AddGroup(optimizer=which, rate=chance.choice([0.01, 0.1]), decay=chance.choice([0.0, 0.1]))] * 3,
         ops.StepScheduler(optimizer=which),
         ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
-        *([ops.UpdateAverage(), ops.ShowAverage(key=key), ops.ShowAverage(key=key)] if program.averaged else []),
         ops.ShowWeights(),
         ops.ShowParameters(module=number),
         ops.ShowGradients(module=number),

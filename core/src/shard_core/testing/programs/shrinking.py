@@ -86,9 +86,10 @@ def _plainer(program: Program) -> Iterator[Program]:
     """List what has one option less, of the strategy or of an optimizer."""
     for option in program.options:
         yield dataclasses.replace(program, options=tuple(each for each in program.options if each != option))
-    for field in ("late", "averaged"):
-        if getattr(program, field):
-            yield dataclasses.replace(program, **{field: False})
+    if program.late:
+        yield dataclasses.replace(program, late=False)
+    if program.averaged:
+        yield dataclasses.replace(program, averaged=False)
     for number, spec in enumerate(program.optimizers):
         for field, value in _PLAIN.items():
             if getattr(spec, field) != value:
