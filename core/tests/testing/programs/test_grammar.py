@@ -40,6 +40,8 @@ def test_a_seed_draws_one_program(drawn):
 
 def test_everything_is_drawn(drawn):
     assert {kind for program in drawn for kind in kinds_of(program)} == set(ops.KINDS)
+    ways = {(type(each), each.how) for program in drawn for each in program.operations if type(each) in ops.WAYS}
+    assert ways == {(kind, how) for kind, hows in ops.WAYS.items() for how in hows}
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
     assert {each.kind for program in drawn for each in program.optimizers} == set(KINDS)
     assert {option for program in drawn for option in program.options} == set(offered("ddp"))

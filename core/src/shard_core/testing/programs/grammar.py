@@ -345,7 +345,7 @@ def _odd(
     proposals: list[Operation] = [
         *(averaging if program.averaged else ()),
         _backward(program, number, card, chance),
-        ops.Forward(module=number, key=key, how=chance.choice(["train", "eval", "no_grad", "inference", "unwrap"])),
+        ops.Forward(module=number, key=key, how=chance.choice(ops.WAYS[ops.Forward])),
         ops.Evaluate(module=number, key=key, samples=chance.randint(3, 9)),
         ops.ClipNorm(optimizer=which, max_norm=0.5),
         ops.ClipValue(optimizer=which, value=chance.choice([0.01, 1.0])),
@@ -363,7 +363,7 @@ def _odd(
         ops.ShowGradients(module=number),
         ops.LoadStateDict(module=number),
         ops.ReloadOptimizer(optimizer=which),
-        ops.Reduce(key=key, how=chance.choice(["mean", "sum", "max", "gather", "dict"])),
+        ops.Reduce(key=key, how=chance.choice(ops.WAYS[ops.Reduce])),
         ops.Seed(seed=chance.randrange(1000)),
         ops.Save(blocking=chance.random() < 0.6),
         ops.Load(),

@@ -259,6 +259,14 @@ Operation = (
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Operation.__args__}
 """The operations by name."""
+WAYS: dict[type[Any], tuple[str, ...]] = {
+    Backward: (
+        "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through",
+    ),
+    Forward: ("train", "eval", "no_grad", "inference", "unwrap"),
+    Reduce: ("mean", "sum", "max", "gather", "dict"),
+}  # fmt: skip
+"""What ``how`` may be, where an operation has it."""
 
 
 def operation_from(record: Any) -> Operation:
@@ -282,6 +290,11 @@ def operation_from(record: Any) -> Operation:
     kind = KINDS[record["operation"]]
     fields = {name: value for name, value in record.items() if name != "operation"}
     operation: Operation = checked(kind, fields)
+    how = getattr(operation, "how", "")
+    if kind in WAYS and how not in WAYS[kind]:
+        raise InvalidOption(
+            f"{kind.__name__} has no how={how!r}{nearest(how, WAYS[kind]) or ';'} there are: {', '.join(WAYS[kind])}."
+        )
     return operation
 
 
