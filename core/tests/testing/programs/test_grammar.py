@@ -17,6 +17,7 @@ PLAIN = Program(seed=0, strategy="ddp", models=(ModelSpec(parts=("linear",)),), 
 BACKWARD = ops.Backward(key=1, rows=(2, 2))
 DEFERRED = dataclasses.replace(BACKWARD, deferred=True)
 COUNTED = dataclasses.replace(BACKWARD, denominator=True)
+THROUGH = dataclasses.replace(BACKWARD, how="through")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,8 @@ def test_a_seed_draws_one_program(drawn):
 
 def test_everything_is_drawn(drawn):
     assert {kind for program in drawn for kind in kinds_of(program)} == set(ops.KINDS)
+    ways = {(type(each), each.how) for program in drawn for each in program.operations if type(each) in ops.WAYS}
+    assert ways == {(kind, how) for kind, hows in ops.WAYS.items() for how in hows}
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
     assert {each.kind for program in drawn for each in program.optimizers} == set(KINDS)
     assert {option for program in drawn for option in program.options} == set(offered("ddp"))
@@ -82,7 +85,13 @@ def test_one_strategy_goes_on_as_itself_alone():
         (COUNTED, BACKWARD),
         (COUNTED, ops.ClipValue(value=1.0), COUNTED),
         (dataclasses.replace(BACKWARD, rows=(2, 0)),),
+        (dataclasses.replace(BACKWARD, how="contrastive", rows=(2, 3)),),
+        (dataclasses.replace(COUNTED, how="contrastive"),),
+        (THROUGH,),
         (ops.StepScheduler(),),
+        (ops.AddGroup(),),
+        (ops.UpdateAverage(),),
+        (ops.ShowAverage(key=1),),
         (ops.Freeze(part="norm"),),
         (ops.Step(optimizer=1),),
         (ops.Forward(module=1, key=0),),
@@ -106,3 +115,50 @@ def test_what_plain_pytorch_forbids_is_illegal(operations):
 )
 def test_odd_places_are_legal(operations):
     assert legal(dataclasses.replace(PLAIN, operations=operations))
+
+
+LACKING = dataclasses.replace(PLAIN, optimizers=(OptimizerSpec(without="linear"),))
+
+
+@pytest.mark.parametrize(
+    ("operations", "is_legal"),
+    [
+        ((BACKWARD, ops.AddGroup(), ops.Step()), True),
+        ((ops.AddGroup(), ops.Save(), ops.Load()), True),
+        ((ops.AddGroup(), ops.Switch(strategy="ddp"), ops.Step()), True),
+        ((ops.AddGroup(), ops.ZeroGrad(), COUNTED), True),
+        ((ops.AddGroup(), ops.AddGroup()), False),
+        ((ops.Save(), ops.AddGroup(), ops.Load()), False),
+        ((COUNTED,), False),
+        ((ops.AddGroup(), COUNTED), False),
+    ],
+)
+def test_a_group_is_added_once(operations, is_legal):
+    assert legal(dataclasses.replace(LACKING, operations=operations)) is is_legal
+
+
+@pytest.mark.parametrize(
+    "optimizers",
+    [
+        (OptimizerSpec(without="norm"),),
+        (OptimizerSpec(kind="adagrad", without="linear"),),
+        (OptimizerSpec(without="linear"), OptimizerSpec()),
+    ],
+)
+def test_an_optimizer_is_made_without_a_part_of_a_module_of_its_own(optimizers):
+    assert not legal(dataclasses.replace(PLAIN, optimizers=optimizers))
+
+
+@pytest.mark.parametrize(
+    ("operations", "is_legal"),
+    [
+        ((THROUGH, ops.Step(optimizer=1), ops.Step()), True),
+        ((dataclasses.replace(COUNTED, module=1), THROUGH), False),
+        ((dataclasses.replace(THROUGH, deferred=True), BACKWARD, ops.Step()), True),
+        ((dataclasses.replace(THROUGH, deferred=True), BACKWARD, ops.Step(optimizer=1)), False),
+        ((dataclasses.replace(DEFERRED, module=1), THROUGH, ops.Step(optimizer=1)), True),
+    ],
+)
+def test_a_loss_through_two_modules_is_pending_in_both(operations, is_legal):
+    two = dataclasses.replace(PLAIN, models=PLAIN.models * 2, optimizers=(OptimizerSpec(), OptimizerSpec(module=1)))
+    assert legal(dataclasses.replace(two, operations=operations)) is is_legal

@@ -61,6 +61,10 @@ def test_defaults_may_be_left_out():
         (changed(operations=[{"operation": "Step", "optimizer": "0"}]), "Step has no field 'optimizer' that takes '0'"),
         (changed(operations=[{"operation": "Step", "optimizer": True}]), "that takes True"),
         (changed(operations=[{"operation": "Backward", "key": 1, "rows": [2, "2"]}]), "Backward has no field 'rows'"),
+        (
+            changed(operations=[{"operation": "Reduce", "key": 1, "how": "men"}]),
+            "Reduce has no how='men'; did you mean",
+        ),
         (changed(operations=[{"operation": "Backward"}]), "Backward is written with the fields"),
         (changed(models=["linear"]), "ModelSpec is written as a JSON object"),
         (changed(optimizers=[{"groups": 1.5}]), "OptimizerSpec has no field 'groups' that takes 1.5"),

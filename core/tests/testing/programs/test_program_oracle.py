@@ -13,13 +13,14 @@ from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Progra
 SEED = 5
 
 
-def oracle_of(*parts, ranks, **optimizer):
+def oracle_of(*parts, ranks, averaged=False, **optimizer):
     program = Program(
         seed=SEED,
         strategy="ddp",
         world_size=ranks,
         models=(ModelSpec(parts=parts),),
         optimizers=(OptimizerSpec(**optimizer),),
+        averaged=averaged,
     )
     return Oracle(program, ranks, {"ddp": False})
 
@@ -131,3 +132,79 @@ def test_what_was_saved_comes_back():
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(torch.as_tensor(after[name]), torch.as_tensor(value)), name
+
+
+def test_a_part_that_is_added_later_begins_to_step_at_its_own_rate():
+    oracle, model = oracle_of("linear", ranks=2, kind="momentum", without="linear"), model_of("linear")
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.05, momentum=0.9)
+    for key in range(3):
+        if key == 1:
+            oracle.play(ops.AddGroup(rate=0.1, decay=0.2))
+            optimizer.add_param_group({"params": list(model.parts.parameters()), "lr": 0.1, "weight_decay": 0.2})
+        oracle.play(ops.Backward(key=key, rows=(2, 2)))
+        for rank in range(2):
+            given = batch(key, rank, 2)
+            (loss_of(model(given), given) / 2).backward()
+        oracle.play(ops.Step())
+        optimizer.step()
+        assert_weights(oracle, model)
+        oracle.play(ops.ZeroGrad())
+        optimizer.zero_grad()
+    before = oracle.state()
+    oracle.play(ops.Switch(strategy="ddp"))
+    after = oracle.state()
+    assert before["rates.0"] == after["rates.0"] == [0.05, 0.1]
+    assert torch.equal(
+        before["state.0.parts.linear.layer.weight.momentum_buffer"],
+        after["state.0.parts.linear.layer.weight.momentum_buffer"],
+    )
+
+
+def test_an_average_follows_the_weights_and_stands_in_for_them():
+    oracle, model = oracle_of("linear", ranks=2, averaged=True), model_of("linear")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    oracle.play(ops.EditWeights(which=0, factor=0.0))
+    oracle.play(ops.UpdateAverage())
+    oracle.play(ops.Save())
+    oracle.play(ops.UpdateAverage())
+    oracle.play(ops.Load())
+    edited, _ = next(model.named_parameters())
+    before[edited] *= 0.9
+    model.load_state_dict(before)
+    for rank, shown in enumerate(oracle.play(ops.ShowAverage(key=2))):
+        torch.testing.assert_close(shown["output"], model(batch(2, rank, 3)))
+        torch.testing.assert_close(shown["averaged"], before)
+    assert not oracle.state()[f"weights.0.{edited}"].any()
+
+
+def test_a_contrastive_loss_trains_what_made_the_outputs_of_others():
+    oracle, model = oracle_of("linear", ranks=2), model_of("linear")
+    shown = oracle.play(ops.Backward(key=1, rows=(3, 3), how="contrastive"))
+    outputs = torch.cat([model(batch(1, rank, 3)) for rank in range(2)])
+    losses = torch.nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(6), reduction="none")
+    losses.mean().backward()
+    torch.testing.assert_close(torch.stack([each["loss"] for each in shown]), losses.view(2, 3).mean(1))
+    gradients = oracle.play(ops.ShowGradients())[0]["gradients"]
+    torch.testing.assert_close(gradients["head.weight"], model.head.weight.grad)
+
+
+def test_a_loss_through_two_modules_trains_both():
+    program = Program(
+        seed=SEED,
+        strategy="ddp",
+        models=(ModelSpec(parts=("linear",)), ModelSpec(parts=())),
+        optimizers=(OptimizerSpec(), OptimizerSpec(module=1)),
+    )
+    oracle = Oracle(program, 2, {"ddp": False})
+    torch.manual_seed(SEED)
+    model, critic = Model("linear"), Model()
+    oracle.play(ops.Backward(key=1, rows=(1, 3), how="through", denominator=True))
+    losses = []
+    for rank, rows in enumerate((1, 3)):
+        given = batch(1, rank, rows)
+        made = given._replace(inputs=given.inputs + model(given).mean(1)[:, None, None])
+        losses.append(loss_of(critic(made), given, "sum"))
+    (sum(losses) / 4).backward()
+    for number, each in enumerate((model, critic)):
+        gradients = oracle.play(ops.ShowGradients(module=number))[0]["gradients"]
+        torch.testing.assert_close(gradients["head.weight"], each.head.weight.grad)

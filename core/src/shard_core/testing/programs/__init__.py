@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shard_core.testing.programs.grammar import draw
     from shard_core.testing.programs.judgement import Judgement, judge
-    from shard_core.testing.programs.model import Model, batch, evaluate, loss_of, parameters_of, tensors_of
+    from shard_core.testing.programs.model import (
+        Model,
+        batch,
+        contrast_of,
+        evaluate,
+        fed_back,
+        loss_of,
+        parameters_of,
+        tensors_of,
+    )
     from shard_core.testing.programs.observation import state
     from shard_core.testing.programs.program import Program
     from shard_core.testing.programs.script import script_of
@@ -19,8 +28,10 @@ __all__ = [
     "Model",
     "Program",
     "batch",
+    "contrast_of",
     "draw",
     "evaluate",
+    "fed_back",
     "judge",
     "loss_of",
     "parameters_of",
@@ -34,7 +45,7 @@ _HOMES = {
     "grammar": ("draw",),
     "judgement": ("Judgement", "judge"),
     "observation": ("state",),
-    "model": ("Model", "batch", "evaluate", "loss_of", "parameters_of", "tensors_of"),
+    "model": ("Model", "batch", "contrast_of", "evaluate", "fed_back", "loss_of", "parameters_of", "tensors_of"),
     "program": ("Program",),
     "script": ("script_of",),
     "shrinking": ("shrink",),

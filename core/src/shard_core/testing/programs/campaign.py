@@ -18,6 +18,7 @@ from shard_core.testing.programs.coverage import Coverage, Share
 from shard_core.testing.programs.grammar import draw
 from shard_core.testing.programs.judgement import Judgement, judge
 from shard_core.testing.programs.kept import kept_programs
+from shard_core.testing.programs.memory import Memory
 from shard_core.testing.programs.script import script_of
 from shard_core.testing.programs.shrinking import shrink
 
@@ -85,6 +86,7 @@ class Report:
         settled: How many broke a bound and were found to be rounding.
         refusals: The most frequent reason first.
         seconds: How long the programs took, without starting ranks and shrinking.
+        growth: Bytes that a rank kept of each program, in the later half of them; None for too few to tell.
         median_length: Of the operations that were reached.
         pairs: Ordered pairs of operation kinds that were seen side by side.
         cells: Pairs of an operation kind and a model part.
@@ -100,6 +102,7 @@ class Report:
     settled: int
     refusals: tuple[Refusal, ...]
     seconds: float
+    growth: float | None
     median_length: float
     pairs: Share
     cells: Share
@@ -189,6 +192,7 @@ def campaign(
     kept = {name: program for name, program in kept_programs().items() if program.strategy == strategy}
     end = time.monotonic() + 60 * minutes if minutes is not None else None
     defect = None
+    memory = Memory()
     with _ranks(worlds) as at_hand, _quiet():
         at_hand(world_size, _HIDDEN).run(os.getpid)  # what starting ranks takes says nothing about programs
         begun = time.monotonic()
@@ -197,6 +201,7 @@ def campaign(
                 break
             judgement = judge(program, at_hand(program.world_size, _HIDDEN))
             tally.add(program, judgement)
+            memory.follow(at_hand(world_size, _HIDDEN))
             on_program(origin, judgement)
             if judgement.verdict == "defect":
                 defect = origin, program, judgement
@@ -213,6 +218,7 @@ def campaign(
         settled=tally.settled,
         refusals=tally.refusals(),
         seconds=seconds,
+        growth=memory.growth,
         median_length=float(statistics.median(tally.lengths or [0])),
         pairs=tally.coverage.pairs,
         cells=tally.coverage.cells,

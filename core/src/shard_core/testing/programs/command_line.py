@@ -196,6 +196,8 @@ def _print(report: Report, file: str | None) -> None:
         table.add_row(name, f"{share.share:.0%}, {share.seen} of {share.of}")
     table.add_row("median length", f"{report.median_length:g} operations")
     table.add_row("programs per second", f"{report.programs_per_second:.2f}")
+    if report.growth is not None:
+        table.add_row("memory kept", f"{report.growth / 1024:.0f} KiB a program")
     table.add_row("goes on under", ", ".join(report.others) or "itself alone")
     console.print(table)
     if report.refusals:

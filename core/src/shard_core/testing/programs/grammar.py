@@ -33,6 +33,7 @@ _WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in v
 LEFT_OUT = (
     "a backward with a denominator after one without it in the same step, or after gradients were clipped or kept",
     "a batch without rows, unless the loss is a sum with a denominator",
+    "a denominator while a part is left out of the optimizer, or after it was added, until gradients are zeroed",
     "a closure where two optimizers share a module, or while gradients are deferred",
     "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
     "one outside: the contract refuses them",
@@ -62,7 +63,8 @@ class Situation:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._saved = False
+        self._added: frozenset[int] = frozenset()
+        self._saved: frozenset[int] | None = None
         self._modules = [_Module() for _ in program.models]
 
     def allows(self, operation: Operation) -> bool:
@@ -71,25 +73,51 @@ class Situation:
         module = self._modules[number]
         alone = [spec.module for spec in self._program.optimizers].count(number) == 1
         match operation:
-            case ops.Backward(denominator=denominator):
-                sums = denominator and not module.stale and not module.clipped and operation.how != "gradient"
-                possible = sums or (not denominator and 0 not in operation.rows)
-                allowed = possible and module.denominator in (None, denominator)
+            case ops.Backward():
+                allowed = self._adds_up(operation)
             case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
                 allowed = not module.deferred
             case ops.Closure():
                 allowed = alone and not module.deferred
             case ops.ZeroGrad(of_module=of_module, set_to_none=none):
-                allowed = (none and (of_module or alone)) or not module.deferred
+                allowed = (none and (of_module or (alone and not self._lacks_of(number)))) or not module.deferred
             case ops.Freeze(part=part):
                 allowed = part in self._program.models[number].parts
             case ops.StepScheduler(optimizer=which):
                 allowed = self._program.optimizers[which].scheduled
+            case ops.AddGroup(optimizer=which):
+                allowed = self._lacks(which)
+            case ops.UpdateAverage() | ops.ShowAverage():
+                allowed = self._program.averaged
             case ops.Load():
-                allowed = self._saved
+                allowed = self._saved == self._added
             case _:
                 allowed = True
         return allowed
+
+    def _adds_up(self, operation: ops.Backward) -> bool:
+        """Check that a backward's losses add up to what is pending in all modules that it comes through."""
+        reached = self._reached(operation)
+        if max(reached) >= len(self._modules) or (operation.how == "contrastive" and len(set(operation.rows)) > 1):
+            return False
+        if not operation.denominator:
+            possible = 0 not in operation.rows
+        else:
+            possible = operation.how not in ("gradient", "contrastive") and not any(
+                self._modules[each].stale or self._modules[each].clipped or self._lacks_of(each) for each in reached
+            )
+        return possible and all(self._modules[each].denominator in (None, operation.denominator) for each in reached)
+
+    def _reached(self, operation: ops.Backward) -> list[int]:
+        """List the modules that a loss comes through."""
+        return [0, 1] if operation.how == "through" else [operation.module]
+
+    def _lacks_of(self, number: int) -> bool:
+        return any(self._lacks(which) for which, spec in enumerate(self._program.optimizers) if spec.module == number)
+
+    def _lacks(self, which: int) -> bool:
+        """Check whether an optimizer is still without the part that it was made without."""
+        return bool(self._program.optimizers[which].without) and which not in self._added
 
     def _module_of(self, operation: Operation) -> int:
         """Return the number of the module that an operation is about."""
@@ -104,7 +132,8 @@ class Situation:
         module = self._modules[number]
         match operation:
             case ops.Backward(denominator=denominator, deferred=deferred):
-                module.denominator, module.deferred = denominator, deferred
+                for each in self._reached(operation):
+                    self._modules[each].denominator, self._modules[each].deferred = denominator, deferred
             case ops.ClipNorm() | ops.ClipValue():
                 module.clipped = True
             case ops.Step() | ops.Closure():
@@ -112,8 +141,11 @@ class Situation:
             case ops.ZeroGrad(of_module=of_module):
                 if of_module or [spec.module for spec in self._program.optimizers].count(number) == 1:
                     self._modules[number] = _Module(deferred=module.deferred)
+            case ops.AddGroup(optimizer=which):
+                self._added |= {which}
+                module.stale = True
             case ops.Save():
-                self._saved = True
+                self._saved = self._added
             case ops.Switch():
                 self._modules = [_Module() for _ in self._modules]
             case _:
@@ -123,9 +155,7 @@ class Situation:
 def legal(program: Program) -> bool:
     """Check that a program's operations are allowed in their order, and name what it has."""
     counts = {"module": len(program.models), "optimizer": len(program.optimizers)}
-    if any(option not in _WRITTEN for option in program.options):
-        return False
-    if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
+    if not _possible(program):
         return False
     situation = Situation(program)
     for operation in program.operations:
@@ -139,6 +169,22 @@ def legal(program: Program) -> bool:
             return False
         situation.follow(operation)
     return True
+
+
+def _possible(program: Program) -> bool:
+    """Check a program's options, models and optimizers."""
+    if any(option not in _WRITTEN for option in program.options):
+        return False
+    if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
+        return False
+    return all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
+
+
+def _may_lack(program: Program, spec: OptimizerSpec, part: str) -> bool:
+    """Check that an optimizer may be made without a part of its module, which no other optimizer shares."""
+    alone = [each.module for each in program.optimizers].count(spec.module) == 1
+    # Torch 2.9's Adagrad has no state for a group that it was not made with.
+    return alone and spec.kind != "adagrad" and part in program.models[spec.module].parts
 
 
 def draw(seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str] = ()) -> Program:
@@ -193,21 +239,31 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         )
         for number in range(1 + two)
     ]
-    return Program(
+    drawn = Program(
         seed=seed,
         strategy=strategy,
         world_size=world_size,
         models=tuple(models),
         optimizers=tuple(_fused(spec, chance) for spec in optimizers),
         late=chance.random() < 0.2,
+        averaged=chance.random() < 0.06,
         options=_options(offered(strategy), chance),
     )
+    lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
+    return dataclasses.replace(drawn, optimizers=lacking)
 
 
 def _fused(spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
     """Return an optimizer that may step in one fused kernel, which excludes ``foreach``."""
     fused = spec.kind in FUSED and not spec.foreach and chance.random() < 0.2
     return dataclasses.replace(spec, fused=fused)
+
+
+def _lacking(program: Program, spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
+    """Return an optimizer that may be made without a part."""
+    part = chance.choice(program.models[spec.module].parts)
+    lacks = chance.random() < 0.25 and _may_lack(program, spec, part)
+    return dataclasses.replace(spec, without=part) if lacks else spec
 
 
 def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
@@ -243,6 +299,7 @@ def _ordinary(
         found += [ops.ClipNorm(optimizer=which, max_norm=bound, norm_type=chance.choice(norm_types)) for which in mine]
     skipped = chance.random() < 0.1
     found += [] if skipped else [ops.Step(optimizer=which) for which in mine]
+    found += [ops.UpdateAverage()] if program.averaged and number == 0 else []
     found += [ops.StepScheduler(optimizer=which) for which in mine if program.optimizers[which].scheduled]
     if chance.random() < 0.85:
         none = chance.random() < 0.7
@@ -253,19 +310,22 @@ def _ordinary(
 
 
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
-    denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities
-    rows = [chance.randint(2, 4)] * program.world_size
-    if denominator and chance.random() < 0.6:
-        least = 2 if "batch_norm" in program.models[number].parts else 0
-        rows = [chance.randint(least, 4) for _ in rows]
-        rows[0] = max(rows[0], 1)
     kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient"]
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
+    kinds += ["contrastive"] * (Capability.SYNC_GRADS in card.capabilities)
+    kinds += ["through"] * 2 * (len(program.models) == 2)
+    how = chance.choice(kinds)
+    denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities and how != "contrastive"
+    rows = [chance.randint(2, 4)] * program.world_size
+    if denominator and chance.random() < 0.6:
+        least = 2 if any("batch_norm" in model.parts for model in program.models) else 0
+        rows = [chance.randint(least, 4) for _ in rows]
+        rows[0] = max(rows[0], 1)
     return ops.Backward(
         module=number,
         key=chance.randrange(10**6),
         rows=tuple(rows),
-        how=chance.choice(kinds),
+        how=how,
         denominator=denominator,
         deferred=chance.random() < 0.25,
         extra="extra" in program.models[number].parts and chance.random() < 0.5,
@@ -281,9 +341,11 @@ def _odd(
     parts = [
         part for part in program.models[number].parts if part != "frozen" or Capability.UNFREEZE in card.capabilities
     ]
+    averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key), ops.ShowAverage(key=key)]
     proposals: list[Operation] = [
+        *(averaging if program.averaged else ()),
         _backward(program, number, card, chance),
-        ops.Forward(module=number, key=key, how=chance.choice(["train", "eval", "no_grad", "inference", "unwrap"])),
+        ops.Forward(module=number, key=key, how=chance.choice(ops.WAYS[ops.Forward])),
         ops.Evaluate(module=number, key=key, samples=chance.randint(3, 9)),
         ops.ClipNorm(optimizer=which, max_norm=0.5),
         ops.ClipValue(optimizer=which, value=chance.choice([0.01, 1.0])),
@@ -293,13 +355,15 @@ def _odd(
         ops.EditGradients(module=number),
         ops.EditWeights(module=number, which=chance.randrange(50)),
         ops.ChangeLearningRate(optimizer=which, factor=chance.choice([0.5, 1.5])),
+        *[ops.AddGroup(optimizer=which, rate=chance.choice([0.01, 0.1]), decay=chance.choice([0.0, 0.1]))] * 3,
         ops.StepScheduler(optimizer=which),
         ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
         ops.ShowWeights(),
+        ops.ShowParameters(module=number),
         ops.ShowGradients(module=number),
         ops.LoadStateDict(module=number),
         ops.ReloadOptimizer(optimizer=which),
-        ops.Reduce(key=key, how=chance.choice(["mean", "sum", "max", "gather"])),
+        ops.Reduce(key=key, how=chance.choice(ops.WAYS[ops.Reduce])),
         ops.Seed(seed=chance.randrange(1000)),
         ops.Save(blocking=chance.random() < 0.6),
         ops.Load(),

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 #: The largest difference that is rounding, relative to the tensor's largest element, in float32.
 BOUNDS = {
     "loss": 1e-5, "later": 1e-5, "output": 1e-5, "outputs": 1e-5, "norm": 1e-5, "gradients": 2e-5,
-    "weights": 1e-5, "state": 1e-4, "reduced": 1e-6, "rates": 1e-9, "rate": 1e-9, "stepped": 0.0, "generator": 0.0,
+    "weights": 1e-5, "averaged": 1e-5, "full": 1e-5, "state": 1e-4, "reduced": 1e-6, "rates": 1e-9, "rate": 1e-9,
+    "stepped": 0.0, "generator": 0.0,
 }  # fmt: skip
 _IN_64 = 1e-7
 """What bounds shrink by in float64, where rounding shrinks by 2e-9 and a defect stays."""
@@ -43,7 +44,19 @@ _SETS_RATES = (ops.ChangeLearningRate, ops.StepScheduler)
 #: What has its dtype from the precision.
 _DTYPES = ("weights", "gradients")
 #: What a rank shows that is the same on all, or its own; the rest is shown by rank 0 alone.
-_BY_EACH_RANK = ("loss", "later", "output", "outputs", "norm", "reduced", "rates", "rate", "stepped", "generator")
+_BY_EACH_RANK = (
+    "loss",
+    "later",
+    "output",
+    "outputs",
+    "full",
+    "norm",
+    "reduced",
+    "rates",
+    "rate",
+    "stepped",
+    "generator",
+)
 
 
 class _Difference(NamedTuple):

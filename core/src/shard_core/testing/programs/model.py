@@ -109,18 +109,34 @@ def loss_of(output: Output, given: Batch, reduction: str = "mean") -> torch.Tens
     return rows.sum() if reduction == "sum" else rows.mean()
 
 
-def parameters_of(model: nn.Module, groups: int = 1, share: int | None = None) -> list[dict[str, Any]]:
+def contrast_of(mine: torch.Tensor, everyone: torch.Tensor, rank: int) -> torch.Tensor:
+    """Compute the loss of telling each of a data rank's rows from those of all, of shape (ranks, rows, 3)."""
+    scores = mine @ everyone.flatten(0, 1).T
+    own = torch.arange(len(mine), device=scores.device) + rank * len(mine)
+    return nn.functional.cross_entropy(scores, own)
+
+
+def fed_back(given: Batch, output: Output) -> Batch:
+    """Make a batch for another model of what one has made of a batch."""
+    return given._replace(inputs=given.inputs + tensors_of(output)[0].mean(1)[:, None, None])
+
+
+def parameters_of(
+    model: nn.Module, groups: int = 1, share: int | None = None, without: str = ""
+) -> list[dict[str, Any]]:
     """List a model's parameters as param groups.
 
     Args:
         model: Any model.
         groups: 1, or 2: matrices, and the rest at twice the learning rate and without weight decay.
         share: 0 or 1 for every other parameter, where two optimizers share a model.
+        without: The part whose parameters are left out, for a group that is added later.
 
     Returns:
         What an optimizer takes.
     """
-    parameters = list(model.parameters())[slice(share, None, None if share is None else 2)]
+    named = list(model.named_parameters())[slice(share, None, None if share is None else 2)]
+    parameters = [each for name, each in named if f"parts.{without}." not in name]
     if groups == 1:
         return [{"params": parameters}]
     return [

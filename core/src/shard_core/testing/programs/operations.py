@@ -18,7 +18,8 @@ class Backward:
         rows: The samples of each data rank.
         how: ``"plain"``; ``"retain_graph"``: two backwards through one graph; ``"two_forwards"``: of one loss;
             ``"crossed"``: two forwards, then their backwards in the other order; ``"gradient"``: of the output and its
-            gradient; ``"method"``: through an entry method.
+            gradient; ``"method"``: through an entry method; ``"contrastive"``: each row's output is told from those of
+            all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is.
@@ -110,6 +111,15 @@ class ChangeLearningRate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AddGroup:
+    """Give an optimizer the part that it was made without, as a group with a learning rate and a decay of its own."""
+
+    optimizer: int = 0
+    rate: float = 0.02
+    decay: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepScheduler:
     """Step an optimizer's learning rate scheduler."""
 
@@ -126,8 +136,27 @@ class Freeze:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateAverage:
+    """Add the first module's weights to their exponential moving average."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowAverage:
+    """Evaluate the first module with the average for its weights, and show these."""
+
+    key: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowWeights:
     """Show a module's weights, and every optimizer's state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowParameters:
+    """Show a module's parameters and buffers as ``full_parameters`` yields them on every rank."""
+
+    module: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +183,10 @@ class ReloadOptimizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduce:
-    """Reduce a tensor over data ranks by ``"mean"``, ``"sum"`` or ``"max"``, or gather it: ``"gather"``."""
+    """Reduce a tensor over data ranks by ``"mean"``, ``"sum"`` or ``"max"``, or gather it: ``"gather"``.
+
+    ``"dict"`` is the mean of a dict's tensor and number, by ``reduce``.
+    """
 
     key: int
     how: str = "mean"
@@ -207,9 +239,13 @@ Operation = (
     | EditGradients
     | EditWeights
     | ChangeLearningRate
+    | AddGroup
     | StepScheduler
     | Freeze
+    | UpdateAverage
+    | ShowAverage
     | ShowWeights
+    | ShowParameters
     | ShowGradients
     | LoadStateDict
     | ReloadOptimizer
@@ -223,6 +259,14 @@ Operation = (
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Operation.__args__}
 """The operations by name."""
+WAYS: dict[type[Any], tuple[str, ...]] = {
+    Backward: (
+        "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through",
+    ),
+    Forward: ("train", "eval", "no_grad", "inference", "unwrap"),
+    Reduce: ("mean", "sum", "max", "gather", "dict"),
+}  # fmt: skip
+"""What ``how`` may be, where an operation has it."""
 
 
 def operation_from(record: Any) -> Operation:
@@ -246,6 +290,11 @@ def operation_from(record: Any) -> Operation:
     kind = KINDS[record["operation"]]
     fields = {name: value for name, value in record.items() if name != "operation"}
     operation: Operation = checked(kind, fields)
+    how = getattr(operation, "how", "")
+    if kind in WAYS and how not in WAYS[kind]:
+        raise InvalidOption(
+            f"{kind.__name__} has no how={how!r}{nearest(how, WAYS[kind]) or ';'} there are: {', '.join(WAYS[kind])}."
+        )
     return operation
 
 

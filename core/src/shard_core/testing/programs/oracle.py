@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.model import Batch, batch, loss_of, tensors_of
+from shard_core.testing.programs.model import Batch, batch, contrast_of, fed_back, loss_of, tensors_of
 from shard_core.testing.programs.plain_run import Count, PlainRun, Values
 
 if TYPE_CHECKING:
@@ -34,11 +34,18 @@ class Oracle(PlainRun):
         match operation:
             case ops.Backward():
                 self._note(operation)
-                return self._each(lambda rank: self._backward(operation, rank))
+                contrasts = operation.how == "contrastive"
+                return (
+                    self._contrasted(operation)
+                    if contrasts
+                    else self._each(lambda rank: self._backward(operation, rank))
+                )
             case ops.Forward():
                 return self._each(lambda rank: self._forward(operation, rank))
             case ops.Evaluate():
                 return self._each(lambda rank: self._evaluate(operation, rank), together=_interleaved)
+            case ops.ShowAverage():
+                return self._evaluated_average(operation)
             case ops.Reduce():
                 return [self._reduced(operation)] * len(self._ranks)
             case _:
@@ -112,6 +119,12 @@ class Oracle(PlainRun):
             group["lr"] *= operation.factor
         return {}
 
+    @_on_all.register(ops.AddGroup)
+    def _(self, operation: ops.AddGroup) -> Values:
+        self._add_group(operation)
+        self._added.append(operation)
+        return self.state()
+
     @_on_all.register(ops.StepScheduler)
     def _(self, operation: ops.StepScheduler) -> Values:
         scheduler = self._schedulers[operation.optimizer]
@@ -124,10 +137,25 @@ class Oracle(PlainRun):
         self.models[operation.module].parts[operation.part].requires_grad_(operation.trained)
         return {}
 
+    @_on_all.register(ops.UpdateAverage)
+    def _(self, operation: ops.UpdateAverage) -> Values:
+        del operation
+        assert self._average is not None
+        with torch.no_grad():
+            for average, parameter in zip(self._average.parameters(), self.models[0].parameters(), strict=True):
+                average.copy_(0.9 * average + 0.1 * parameter)
+        return {}
+
     @_on_all.register(ops.ShowWeights)
     def _(self, operation: ops.ShowWeights) -> Values:
         del operation
         return self.state()
+
+    @_on_all.register(ops.ShowParameters)
+    def _(self, operation: ops.ShowParameters) -> Values:
+        model = self.models[operation.module]
+        self._fill(operation.module, self._buffers[0][operation.module])
+        return {"full": {name: each.clone() for name, each in model.state_dict().items()}}
 
     @_on_all.register(ops.ShowGradients)
     def _(self, operation: ops.ShowGradients) -> Values:
@@ -197,6 +225,8 @@ class Oracle(PlainRun):
                 output = tensors_of(self._run(module, given, rank, extra=operation.extra))[0]
                 self._add((output * 0.1 * given.targets.to(output)).sum())
                 return {"loss": output.detach().sum()}
+            case "through":
+                loss = loss_of(self._run(1, fed_back(given, self._run(0, given, rank)), rank), given, reduction)
             case "method":
                 score = self._run(module, given, rank, extra=operation.extra, method="score")
                 loss = score.sum() if operation.denominator else score.mean()
@@ -209,6 +239,18 @@ class Oracle(PlainRun):
             self._add(loss)
         return {"loss": loss.detach()}
 
+    def _contrasted(self, operation: ops.Backward) -> list[Values]:
+        """Play a loss of each rank in which all ranks' outputs are, with the gradients of all losses for each."""
+
+        def forward(rank: int) -> Values:
+            given = batch(operation.key, rank, operation.rows[rank])
+            return {"mine": tensors_of(self._run(operation.module, given, rank, extra=operation.extra))[0]}
+
+        outputs = [each["mine"] for each in self._each(forward)]
+        losses = [contrast_of(mine, torch.stack(outputs), rank) for rank, mine in enumerate(outputs)]
+        self._add(torch.stack(losses).sum())
+        return [{"loss": loss.detach()} for loss in losses]
+
     def _forward(self, operation: ops.Forward, rank: int) -> Values:
         model = self.models[operation.module]
         model.train(operation.how not in ("eval", "inference"))
@@ -217,6 +259,15 @@ class Oracle(PlainRun):
             output = tensors_of(self._run(operation.module, batch(operation.key, rank, 3), rank, method=method))[0]
         model.train()
         return {"output": output.detach().clone()}
+
+    def _evaluated_average(self, operation: ops.ShowAverage) -> list[Values]:
+        assert self._average is not None
+        trained, self.models[0] = self.models[0], self._average
+        shown = self._each(lambda rank: self._forward(ops.Forward(key=operation.key, how="eval"), rank))
+        self._fill(0, self._buffers[0][0])
+        averaged = {name: each.clone() for name, each in self._average.state_dict().items()}
+        self.models[0] = trained
+        return [each | {"averaged": averaged} for each in shown]
 
     def _evaluate(self, operation: ops.Evaluate, rank: int) -> Values:
         model = self.models[operation.module].eval()
@@ -227,6 +278,8 @@ class Oracle(PlainRun):
 
     def _reduced(self, operation: ops.Reduce) -> Values:
         numbers = torch.stack([batch(operation.key, rank, 2).inputs for rank in self._ranks])
+        if operation.how == "dict":
+            return {"reduced": numbers.mean(0) + sum(self._ranks) / len(self._ranks)}
         whole = {"gather": numbers, "mean": numbers.mean(0), "sum": numbers.sum(0), "max": numbers.amax(0)}
         return {"reduced": whole[operation.how]}
 

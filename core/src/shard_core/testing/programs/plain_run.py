@@ -45,6 +45,7 @@ class PlainRun:
         self._strategy = program.strategy
         self._dtype = torch.float64 if program.precision == "64-true" else torch.float32
         self._saved: Any = None
+        self._added: list[ops.AddGroup] = []
         self._build()
 
     def _build(self) -> None:
@@ -59,6 +60,9 @@ class PlainRun:
             torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if spec.scheduled else None
             for spec, optimizer in zip(self._program.optimizers, self.optimizers, strict=True)
         ]
+        self._average = copy.deepcopy(self.models[0]) if self._program.averaged else None
+        for operation in self._added:
+            self._add_group(operation)
         self._counts = [Count() for _ in self.optimizers]
         self._buffers = [[_buffers(model) for model in self.models] for _ in self._ranks]
         self._sent: list[list[dict[str, torch.Tensor]]] = []
@@ -66,7 +70,7 @@ class PlainRun:
     def _optimizer(self, spec: OptimizerSpec) -> torch.optim.Optimizer:
         peers = [each for each in self._program.optimizers if each.module == spec.module]
         share = peers.index(spec) if len(peers) > 1 else None
-        groups = parameters_of(self.models[spec.module], spec.groups, share)
+        groups = parameters_of(self.models[spec.module], spec.groups, share, spec.without)
         more: dict[str, Any] = {"weight_decay": spec.weight_decay, "maximize": spec.maximize, "foreach": spec.foreach}
         if spec.fused:
             more["fused"] = True
@@ -83,6 +87,12 @@ class PlainRun:
                 return torch.optim.RMSprop(groups, lr=0.005, momentum=0.5, eps=1e-3, **more)
             case _:
                 return torch.optim.Adagrad(groups, lr=0.02, eps=1e-6, **more)
+
+    def _add_group(self, operation: ops.AddGroup) -> None:
+        spec = self._program.optimizers[operation.optimizer]
+        parameters = list(self.models[spec.module].parts[spec.without].parameters())
+        group = {"params": parameters, "lr": operation.rate, "weight_decay": operation.decay}
+        self.optimizers[operation.optimizer].add_param_group(group)
 
     def state(self) -> Values:
         """Return what ``observation.state`` should."""
@@ -104,6 +114,10 @@ class PlainRun:
             for number in range(len(self.optimizers)):
                 for name, value in self._slots(number):
                     value.copy_(shown.get(f"state.{number}.{name}", value))
+
+        if self._average is not None:
+            for name, parameter in self._average.named_parameters(remove_duplicate=False):
+                parameter.data.copy_(shown.get("averaged", {}).get(name, parameter))
 
     def jitter(self, generator: torch.Generator, size: float = 2e-7) -> None:
         """Move weights and gradients by about two units in the last place, to see how far results follow.
@@ -152,7 +166,7 @@ class PlainRun:
         calls = 2 if operation.how in ("retain_graph", "crossed") else 1
         if operation.denominator:
             for spec, count in zip(self._program.optimizers, self._counts, strict=True):
-                if spec.module == operation.module:
+                if operation.how == "through" or spec.module == operation.module:
                     count.total += calls * sum(operation.rows[rank] for rank in self._ranks)
 
     def _divide(self, which: int) -> None:
@@ -165,14 +179,14 @@ class PlainRun:
             count.divided = True
 
     def _gradients(self, module: int) -> Values:
-        """Return the gradients as a step would take them."""
+        """Return the gradients as a step would take them, of what an optimizer steps."""
         factors: dict[torch.Tensor, float] = {}
         for spec, optimizer, count in zip(self._program.optimizers, self.optimizers, self._counts, strict=True):
             if spec.module == module:
                 factor = len(self._ranks) / count.total if count.total and not count.divided else 1.0
                 factors |= {each: factor for group in optimizer.param_groups for each in group["params"]}
         named = self.models[module].named_parameters(remove_duplicate=False)
-        return {name: each.grad * factors[each] for name, each in named if each.grad is not None}
+        return {name: each.grad * factors[each] for name, each in named if each in factors and each.grad is not None}
 
     def _seed(self, seed: int) -> None:
         self.generators = []
@@ -195,7 +209,8 @@ class PlainRun:
             self._spread(number)
 
     def _holders(self) -> list[Any]:
-        return [*self.models, *self.optimizers, *(each for each in self._schedulers if each is not None)]
+        holders = [*self.models, *self.optimizers, *self._schedulers, self._average]
+        return [each for each in holders if each is not None]
 
     def _spread(self, module: int) -> None:
         """Copy the buffers that were loaded to every rank."""

@@ -34,6 +34,7 @@ class OptimizerSpec:
         fused: Torch's keyword, where it has one.
         weight_decay: Torch's keyword.
         scheduled: Whether it has a scheduler.
+        without: The part of its module whose parameters it is made without, for ``AddGroup`` to add.
     """
 
     module: int = 0
@@ -44,6 +45,7 @@ class OptimizerSpec:
     fused: bool = False
     weight_decay: float = 0.0
     scheduled: bool = False
+    without: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class Program:
         models: Its models.
         optimizers: Its optimizers.
         late: Whether optimizers are made after setup.
+        averaged: Whether the first model has an exponential moving average.
         options: Of the strategies that have them, from ``OPTIONS``, as they are written in Python.
         operations: What it does.
     """
@@ -69,6 +72,7 @@ class Program:
     models: tuple[ModelSpec, ...]
     optimizers: tuple[OptimizerSpec, ...]
     late: bool = False
+    averaged: bool = False
     options: tuple[str, ...] = ()
     operations: tuple[Operation, ...] = ()
 

@@ -23,6 +23,7 @@ _PLAIN: dict[str, Any] = {
     "fused": False,
     "weight_decay": 0.0,
     "scheduled": False,
+    "without": "",
     "kind": "sgd",
 }
 
@@ -87,6 +88,8 @@ def _plainer(program: Program) -> Iterator[Program]:
         yield dataclasses.replace(program, options=tuple(each for each in program.options if each != option))
     if program.late:
         yield dataclasses.replace(program, late=False)
+    if program.averaged:
+        yield dataclasses.replace(program, averaged=False)
     for number, spec in enumerate(program.optimizers):
         for field, value in _PLAIN.items():
             if getattr(spec, field) != value:

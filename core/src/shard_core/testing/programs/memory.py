@@ -1,0 +1,59 @@
+"""How much memory ranks keep from one random program to the next."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shard_core.testing.processes.world import World
+
+_EVERY = 20
+"""Programs from one look to the next: garbage is collected at each, which takes as long as half a program."""
+_STATM = Path("/proc/self/statm")
+
+
+class Memory:
+    """Follows the resident memory of a world's ranks.
+
+    The first programs load what all later ones use, and a single look may fall on a cache that has just grown. So
+    growth is the median slope between looks of the later half, of the rank that keeps most.
+    """
+
+    def __init__(self) -> None:
+        self._programs = 0
+        self._looks: list[tuple[int, list[int]]] = []
+
+    def follow(self, world: World) -> None:
+        """Count a program that has ended, and look at the ranks now and then."""
+        self._programs += 1
+        if self._programs % _EVERY == 0 and _STATM.exists():
+            self.add(self._programs, world.run(resident))
+
+    def add(self, programs: int, sizes: list[int]) -> None:
+        """Take down what each rank held after some programs, in bytes."""
+        self._looks.append((programs, sizes))
+
+    @property
+    def growth(self) -> float | None:
+        """Return how many bytes a rank kept of a program; None before there were looks enough to tell."""
+        later = self._looks[len(self._looks) // 2 :]
+        if len(later) < 3:
+            return None
+        ranks = range(len(later[0][1]))
+        return max(_slope([(programs, sizes[rank]) for programs, sizes in later]) for rank in ranks)
+
+
+def resident() -> int:
+    """Return the bytes that this process has in memory once garbage is collected."""
+    gc.collect()
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _slope(looks: list[tuple[int, int]]) -> float:
+    """Compute the median slope of all pairs."""
+    pairs = ((one, other) for place, one in enumerate(looks) for other in looks[place + 1 :])
+    return statistics.median((after - before) / (later - sooner) for (sooner, before), (later, after) in pairs)

@@ -1,0 +1,311 @@
+"""The statements of a program's script: each operation in Python, and what it shows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+from shard_core import plugins
+from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.settings import options_for
+
+if TYPE_CHECKING:
+    from shard_core.testing.programs.operations import Operation
+    from shard_core.testing.programs.program import Program
+
+Lines = tuple[list[str], list[str]]
+
+MODULES = ("model", "critic")
+OPTIMIZERS = ("optimizer", "second")
+SCHEDULERS = ("scheduler", "second_scheduler")
+_FORWARDS = {"train": "", "eval": "", "no_grad": "torch.no_grad()", "inference": "torch.inference_mode()", "unwrap": ""}
+
+
+@functools.singledispatch
+def statements(operation: Operation, program: Program, number: int, saved: str) -> Lines:
+    """Write one operation: its lines, and what it shows."""
+    raise NotImplementedError(operation, program, number, saved)
+
+
+@statements.register(ops.Evaluate)
+def _(operation: ops.Evaluate, *_: object) -> Lines:
+    name, count = MODULES[operation.module], f"{operation.samples}, {operation.batch_size}"
+    return [f"outputs = evaluate(strategy, {name}, {operation.key}, {count})"], ["outputs=outputs"]
+
+
+@statements.register(ops.ClipNorm)
+def _(operation: ops.ClipNorm, program: Program, *_: object) -> Lines:
+    kind = 'float("inf")' if math.isinf(operation.norm_type) else operation.norm_type
+    call = f"strategy.clip_gradients_norm({_owned(program, operation.optimizer)}, {operation.max_norm}, {kind})"
+    return [f"norm = {call}"], ["norm=norm"]
+
+
+@statements.register(ops.ClipValue)
+def _(operation: ops.ClipValue, program: Program, *_: object) -> Lines:
+    return [f"strategy.clip_gradients_value({_owned(program, operation.optimizer)}, {operation.value})"], []
+
+
+@statements.register(ops.Step)
+def _(operation: ops.Step, program: Program, *_: object) -> Lines:
+    line = f"stepped = strategy.optimizer_step({OPTIMIZERS[operation.optimizer]})"
+    return [line], ["stepped=stepped", f"**{shown_state(program)}"]
+
+
+@statements.register(ops.Closure)
+def _(operation: ops.Closure, program: Program, *_: object) -> Lines:
+    name, optimizer = MODULES[program.optimizers[operation.optimizer].module], OPTIMIZERS[operation.optimizer]
+    return [
+        f"given = {_batch(program, operation.key, operation.rows)}",
+        "def closure():",
+        f"    {optimizer}.zero_grad()",
+        f"    loss = loss_of({name}(given), given)",
+        f"    strategy.backward(loss, {name})",
+        "    return loss",
+        f"stepped = strategy.optimizer_step({optimizer}, closure)",
+    ], ["stepped=stepped", f"**{shown_state(program)}"]
+
+
+@statements.register(ops.ZeroGrad)
+def _(operation: ops.ZeroGrad, *_: object) -> Lines:
+    owner = (MODULES if operation.of_module else OPTIMIZERS)[operation.which]
+    return [f"{owner}.zero_grad({'' if operation.set_to_none else 'set_to_none=False'})"], []
+
+
+@statements.register(ops.EditGradients)
+def _(operation: ops.EditGradients, *_: object) -> Lines:
+    loop = f"for parameter in {MODULES[operation.module]}.parameters():"
+    return [loop, "    if parameter.grad is not None:", f"        parameter.grad.mul_({operation.factor})"], []
+
+
+@statements.register(ops.EditWeights)
+def _(operation: ops.EditWeights, program: Program, *_: object) -> Lines:
+    chosen = f"parameters = list({MODULES[operation.module]}.parameters())"
+    edit = f"    parameters[{operation.which} % len(parameters)].mul_({operation.factor})"
+    return [chosen, "with torch.no_grad():", edit], [f"**{shown_state(program)}"]
+
+
+@statements.register(ops.ChangeLearningRate)
+def _(operation: ops.ChangeLearningRate, *_: object) -> Lines:
+    loop = f"for group in {OPTIMIZERS[operation.optimizer]}.param_groups:"
+    return [loop, f"    group['lr'] *= {operation.factor}"], []
+
+
+@statements.register(ops.AddGroup)
+def _(operation: ops.AddGroup, program: Program, *_: object) -> Lines:
+    return [_added(operation, program)], [f"**{shown_state(program)}"]
+
+
+@statements.register(ops.StepScheduler)
+def _(operation: ops.StepScheduler, *_: object) -> Lines:
+    name = SCHEDULERS[operation.optimizer]
+    return [f"{name}.step()"], [f"rate={name}.get_last_lr()"]
+
+
+@statements.register(ops.Freeze)
+def _(operation: ops.Freeze, *_: object) -> Lines:
+    part = f"strategy.unwrap({MODULES[operation.module]}).parts[{operation.part!r}]"
+    return [f"{part}.requires_grad_({operation.trained})"], []
+
+
+@statements.register(ops.UpdateAverage)
+def _(*_: object) -> Lines:
+    return ["average.update()"], []
+
+
+@statements.register(ops.ShowAverage)
+def _(operation: ops.ShowAverage, program: Program, *_: object) -> Lines:
+    name = MODULES[0]
+    return [
+        f"{name}.eval()",
+        "with average.applied(), torch.no_grad():",
+        f"    output = tensors_of({name}({_batch(program, operation.key, (3,))}))[0]",
+        f"    averaged = strategy.module_state_dict({name})",
+        f"{name}.train()",
+    ], ["output=output", "averaged=averaged"]
+
+
+@statements.register(ops.ShowWeights)
+def _(operation: ops.ShowWeights, program: Program, *_: object) -> Lines:
+    del operation
+    return [], [f"**{shown_state(program)}"]
+
+
+@statements.register(ops.ShowParameters)
+def _(operation: ops.ShowParameters, *_: object) -> Lines:
+    return [f"full = dict(strategy.full_parameters({MODULES[operation.module]}))"], ["full=full"]
+
+
+@statements.register(ops.ShowGradients)
+def _(operation: ops.ShowGradients, *_: object) -> Lines:
+    return [f"gradients = strategy.module_gradients({MODULES[operation.module]})"], ["gradients=gradients"]
+
+
+@statements.register(ops.LoadStateDict)
+def _(operation: ops.LoadStateDict, program: Program, *_: object) -> Lines:
+    name, factor = MODULES[operation.module], operation.factor
+    return [
+        f"weights = strategy.broadcast(strategy.module_state_dict({name}))",
+        f"scaled = {{key: each * {factor} if each.is_floating_point() else each for key, each in weights.items()}}",
+        f"strategy.unwrap({name}).load_state_dict(scaled)",
+    ], [f"**{shown_state(program)}"]
+
+
+@statements.register(ops.ReloadOptimizer)
+def _(operation: ops.ReloadOptimizer, program: Program, *_: object) -> Lines:
+    name = OPTIMIZERS[operation.optimizer]
+    return [f"{name}.load_state_dict({name}.state_dict())"], [f"**{shown_state(program)}"]
+
+
+@statements.register(ops.Reduce)
+def _(operation: ops.Reduce, *_: object) -> Lines:
+    calls = {
+        "gather": "all_gather(numbers, 'data_parallel')",
+        "dict": "reduce({'numbers': numbers, 'rank': float(rank)}, 'data_parallel')",
+    }
+    call = calls.get(operation.how, f"all_reduce(numbers, 'data_parallel', {operation.how!r})")
+    lines = [f"numbers = batch({operation.key}, rank, 2).inputs", f"reduced = strategy.{call}"]
+    return lines, ["reduced=reduced['numbers'] + reduced['rank']" if operation.how == "dict" else "reduced=reduced"]
+
+
+@statements.register(ops.Seed)
+def _(operation: ops.Seed, *_: object) -> Lines:
+    return [f"strategy.seed_everything({operation.seed})"], []
+
+
+@statements.register(ops.Save)
+def _(operation: ops.Save, program: Program, number: int, *_: object) -> Lines:
+    more = "" if operation.blocking else ", blocking=False"
+    return [f"saving = strategy.save_checkpoint(f'{{folder}}/saved-{number}', {_states(program)}{more})"], []
+
+
+@statements.register(ops.Load)
+def _(operation: ops.Load, program: Program, number: int, saved: str) -> Lines:
+    del operation, number
+    load = f"strategy.load_checkpoint(f'{{folder}}/{saved}', {_states(program)})"
+    return ["saving.wait()", load], [f"**{shown_state(program)}"]
+
+
+@statements.register(ops.Switch)
+def _(operation: ops.Switch, program: Program, number: int, *_: object) -> Lines:
+    path, states = f"f'{{folder}}/switch-{number}'", _states(program)
+    return [
+        f"strategy.save_checkpoint({path}, {states})",
+        "strategy.teardown()",
+        f"strategy = {strategy_of(program, operation.strategy)}",
+        "strategy.setup_environment()",
+        f"{', '.join(everything(program))} = build(strategy)",
+        *(_added(each, program) for each in program.operations[:number] if isinstance(each, ops.AddGroup)),
+        f"strategy.load_checkpoint({path}, {states})",
+    ], [f"**{shown_state(program)}"]
+
+
+@statements.register(ops.Backward)
+def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
+    name = MODULES[operation.module]
+    reduction = ", 'sum'" if operation.denominator else ""
+    counted = ", denominator=len(given.inputs)" if operation.denominator else ""
+    extra = ", extra=True" if operation.extra else ""
+    lines = [f"given = {_batch(program, operation.key, operation.rows)}"]
+    loss = f"loss = loss_of({name}(given{extra}), given{reduction})"
+    shown = ["loss=loss"]
+    match operation.how:
+        case "plain":
+            lines += [loss, f"strategy.backward(loss, {name}{counted})"]
+        case "retain_graph":
+            lines += [loss, f"strategy.backward(loss, {name}{counted}, retain_graph=True)"]
+            lines += [f"strategy.backward(0.5 * loss, {name}{counted})"]
+        case "two_forwards" | "crossed":
+            other = f"other = {_batch(program, operation.key + 1, operation.rows)}"
+            second = f"{name}(other{extra})"
+            if operation.how == "two_forwards":
+                lines += [other, f"{loss} + loss_of({second}, other{reduction})"]
+                lines += [f"strategy.backward(loss, {name}{counted})"]
+            else:
+                lines += [loss, other, f"later = loss_of({second}, other{reduction})"]
+                lines += [f"strategy.backward({each}, {name}{counted})" for each in ("later", "loss")]
+                shown += ["later=later"]
+        case "gradient":
+            lines += [f"output = tensors_of({name}(given{extra}))[0]"]
+            lines += [f"strategy.backward(output, {name}, gradient=0.1 * given.targets.to(output))"]
+            shown = ["loss=output.sum()"]
+        case "contrastive":
+            lines += [
+                f"mine = tensors_of({name}(given{extra}))[0]",
+                "everyone = strategy.all_gather(mine, 'data_parallel', sync_grads=True)",
+                "loss = contrast_of(mine, everyone, rank)",
+                f"strategy.backward(loss, {name})",
+            ]
+        case "through":
+            first, second = MODULES
+            lines += [
+                f"loss = loss_of({second}(fed_back(given, {first}(given))), given{reduction})",
+                f"strategy.backward(loss, {name}{counted})",
+            ]
+        case "method":
+            score = f"strategy.unwrap({name}).score(given{extra})"
+            lines += [
+                f"loss = {score}.{'sum' if operation.denominator else 'mean'}()",
+                f"strategy.backward(loss, {name}{counted})",
+            ]
+    if operation.deferred:
+        lines = [f"with strategy.no_backward_sync({name}):", *(f"    {line}" for line in lines)]
+    return lines, shown
+
+
+@statements.register(ops.Forward)
+def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
+    name = MODULES[operation.module]
+    called = f"strategy.unwrap({name})" if operation.how == "unwrap" else name
+    line = f"output = tensors_of({called}({_batch(program, operation.key, (3,))}))[0]"
+    context = _FORWARDS[operation.how]
+    lines = [f"with {context}:", f"    {line}"] if context else [line]
+    if operation.how in ("eval", "inference"):
+        lines = [f"{name}.eval()", *lines, f"{name}.train()"]
+    return lines, ["output=output.detach()"]
+
+
+def _batch(program: Program, key: int, rows: tuple[int, ...]) -> str:
+    count = f"{rows}[rank]" if len(set(rows)) > 1 else str(rows[0])
+    dtype = ", torch.float64" if program.precision == "64-true" else ""
+    return f"strategy.batch_to_device(batch({key}, rank, {count}{dtype}))"
+
+
+def strategy_of(program: Program, name: str) -> str:
+    """Write the call that makes a strategy, with the options of a program's that it has."""
+    more = "" if program.precision == "32-true" else f", precision={program.precision!r}"
+    # A block that is not always called is what this option of strategies that have it is for.
+    skips = any("extra" in model.parts for model in program.models)
+    if skips and any(option.name == "find_unused_parameters" for option in plugins.find(name).options):
+        more += ", find_unused_parameters=True"
+    more += "".join(f", {option}" for option in options_for(name, program.options))
+    return f"get_strategy({name!r}{more})"
+
+
+def _owned(program: Program, which: int) -> str:
+    """Write an optimizer after its module, as arguments."""
+    return f"{MODULES[program.optimizers[which].module]}, {OPTIMIZERS[which]}"
+
+
+def _added(operation: ops.AddGroup, program: Program) -> str:
+    spec = program.optimizers[operation.optimizer]
+    parameters = f"list(strategy.unwrap({MODULES[spec.module]}).parts[{spec.without!r}].parameters())"
+    group = f'{{"params": {parameters}, "lr": {operation.rate}, "weight_decay": {operation.decay}}}'
+    return f"{OPTIMIZERS[operation.optimizer]}.add_param_group({group})"
+
+
+def everything(program: Program) -> list[str]:
+    """List the names of all that a program builds, saves and loads."""
+    schedulers = [name for name, spec in zip(SCHEDULERS, program.optimizers, strict=False) if spec.scheduled]
+    average = ["average"] if program.averaged else []
+    return [*MODULES[: len(program.models)], *OPTIMIZERS[: len(program.optimizers)], *schedulers, *average]
+
+
+def _states(program: Program) -> str:
+    return "{" + ", ".join(f"{name!r}: {name}" for name in everything(program)) + "}"
+
+
+def shown_state(program: Program) -> str:
+    """Write the call that shows every module and every optimizer."""
+    modules, optimizers = MODULES[: len(program.models)], OPTIMIZERS[: len(program.optimizers)]
+    return f"state(strategy, [{', '.join(modules)}], [{', '.join(optimizers)}])"

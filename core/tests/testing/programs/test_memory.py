@@ -1,0 +1,44 @@
+"""What ranks keep in memory from program to program."""
+
+from __future__ import annotations
+
+import pytest
+
+from shard_core.testing.programs.memory import Memory, resident
+
+_HELD = []
+
+
+def hold(count):
+    _HELD.append(bytearray(count))
+    return resident()
+
+
+def grown(*looks):
+    memory = Memory()
+    for number, sizes in enumerate(looks):
+        memory.add(20 * (number + 1), list(sizes))
+    return memory.growth
+
+
+def test_too_few_looks_tell_nothing():
+    assert grown((100, 100), (200, 100), (300, 100), (400, 100)) is None
+
+
+def test_what_is_loaded_once_is_no_growth():
+    assert grown((0, 0), (500, 400), (900, 800), (900, 800), (900, 800), (900, 800)) == 0
+
+
+def test_a_cache_that_grows_once_is_no_growth():
+    assert grown((0,), (0,), (0,), (100,), (100,), (100,), (100,), (900,), (100,), (100,)) == 0
+
+
+def test_the_rank_that_keeps_most_counts():
+    assert grown(*((100, 100 + 40 * number) for number in range(8))) == 2
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_keep_a_mebibyte_are_seen_to(worlds):
+    world = worlds(2)
+    looks = [world.run(hold, 2**20) for _ in range(8)]
+    assert grown(*looks) == pytest.approx(2**20 / 20, rel=0.2)
