@@ -131,10 +131,12 @@ def quick(session: nox.Session) -> None:
 @nox.session
 def test(session: nox.Session) -> None:
     """Run all the sessions below, a few at a time, go on after a failure, and sum up at the end."""
-    # The long ones early, so that none of them is left over at the end; builds share a folder.
+    # The long ones first, so that none of them is left over at the end; builds share a folder.
     kinds = {kind: [f"{kind}({dist})" for dist in DISTRIBUTIONS] for kind in ("tests", "conformance", "build")}
-    each = ["integration", *kinds["tests"], *kinds["conformance"], "other_torches"]
-    run_all(session, [["lint", "types", "layers"], *([name] for name in each), kinds["build"], ["docs"]])
+    first = ["integration", "tests(shard-core)"]
+    others = [name for name in (*kinds["conformance"], "other_torches", *kinds["tests"]) if name not in first]
+    each = [*([name] for name in (*first, *others)), kinds["build"], ["lint", "types", "layers"], ["docs"]]
+    run_all(session, each)
 
 
 @nox.session
