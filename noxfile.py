@@ -31,6 +31,8 @@ NO_TESTS = 5  # how pytest ends when nothing was left to run
 LONGEST = 3600
 LANES = 2  # a test of ranks waits for most of its time: for other ranks, for the disk, for time to run out
 PRINTING = threading.Lock()
+# Most of what a rank does is to import torch, and a sixth of that to look for garbage among what is there to stay.
+SELDOM = "import gc; gc.set_threshold(10_000)\n"
 BACKEND_LAYERS = """\
 [tool.importlinter]
 root_packages = {packages}
@@ -300,8 +302,11 @@ def environment(name: str) -> Path:
     folders = members(name).values()
     ours = [f"--editable={folder}[testing]" for folder in folders]
     projects = "\n".join((folder / "pyproject.toml").read_text() for folder in folders)
-    home = ENVIRONMENTS / name
-    return make(home, pins(name), [*ours, *TOOLS], below=torch_alone(name), made_from=projects) / "bin"
+    home = make(ENVIRONMENTS / name, pins(name), [*ours, *TOOLS], below=torch_alone(name), made_from=projects)
+    seldom = site_packages(home) / "collect-seldom.pth"
+    if not seldom.exists():
+        seldom.write_text(SELDOM)
+    return home / "bin"
 
 
 def empty_environment(name: str, ours: list[str]) -> Path:
