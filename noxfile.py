@@ -31,6 +31,8 @@ NO_TESTS = 5  # how pytest ends when nothing was left to run
 LONGEST = 3600
 LANES = 2  # a test of ranks waits for most of its time: for other ranks, for the disk, for time to run out
 PRINTING = threading.Lock()
+# Most of what a rank does is to import torch, and a sixth of that to look for garbage among what is there to stay.
+SELDOM = "import gc; gc.set_threshold(10_000)\n"
 BACKEND_LAYERS = """\
 [tool.importlinter]
 root_packages = {packages}
@@ -131,10 +133,12 @@ def quick(session: nox.Session) -> None:
 @nox.session
 def test(session: nox.Session) -> None:
     """Run all the sessions below, a few at a time, go on after a failure, and sum up at the end."""
-    # The long ones early, so that none of them is left over at the end; builds share a folder.
+    # The long ones first, so that none of them is left over at the end; builds share a folder.
     kinds = {kind: [f"{kind}({dist})" for dist in DISTRIBUTIONS] for kind in ("tests", "conformance", "build")}
-    each = ["integration", *kinds["tests"], *kinds["conformance"], "other_torches"]
-    run_all(session, [["lint", "types", "layers"], *([name] for name in each), kinds["build"], ["docs"]])
+    first = ["integration", "tests(shard-core)"]
+    others = [name for name in (*kinds["conformance"], "other_torches", *kinds["tests"]) if name not in first]
+    each = [*([name] for name in (*first, *others)), kinds["build"], ["lint", "types", "layers"], ["docs"]]
+    run_all(session, each)
 
 
 @nox.session
@@ -298,8 +302,11 @@ def environment(name: str) -> Path:
     folders = members(name).values()
     ours = [f"--editable={folder}[testing]" for folder in folders]
     projects = "\n".join((folder / "pyproject.toml").read_text() for folder in folders)
-    home = ENVIRONMENTS / name
-    return make(home, pins(name), [*ours, *TOOLS], below=torch_alone(name), made_from=projects) / "bin"
+    home = make(ENVIRONMENTS / name, pins(name), [*ours, *TOOLS], below=torch_alone(name), made_from=projects)
+    seldom = site_packages(home) / "collect-seldom.pth"
+    if not seldom.exists():
+        seldom.write_text(SELDOM)
+    return home / "bin"
 
 
 def empty_environment(name: str, ours: list[str]) -> Path:

@@ -10,12 +10,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 from backends import elsewhere
 from click.testing import CliRunner
+from forked_scripts import ForkedScripts
 from pages import ROOT, page, pages
 
 from shard_core import Capability, RunOptions, ShardError, Strategy, errors, get_strategy, plugins
@@ -71,17 +73,28 @@ def having(*languages: str, but: str = "") -> pytest.MarkDecorator:
     return pytest.mark.parametrize("each", cases)
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def surroundings(folder: Path) -> dict[str, str]:
     # Nothing on a page needs a GPU, and devices=2 must not depend on how many there are.
     settings = {"OMP_NUM_THREADS": "1", "SHARD_STRATEGY": "single", "CUDA_VISIBLE_DEVICES": ""}
-    environment = os.environ | settings | {"PYTHONPATH": str(folder / "site")}
+    return os.environ | settings | {"PYTHONPATH": str(folder / "site")}
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = surroundings(folder)
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
 
+@pytest.fixture(scope="module")
+def forked_scripts() -> Iterator[ForkedScripts]:
+    forking = ForkedScripts()
+    yield forking
+    forking.close()
+
+
 @having("python", but=WALKED)
-def test_python_runs(each, tmp_path):
+def test_python_runs(each, tmp_path, forked_scripts):
     for block in each.blocks("toml", "python"):
         if block.file:
             file = tmp_path / block.file
@@ -99,7 +112,11 @@ def test_python_runs(each, tmp_path):
         (tmp_path / scripts[-1]).write_text(piece)
     assert scripts
     for script in scripts:
-        run(tmp_path, sys.executable, script)
+        if "sys.modules" in (tmp_path / script).read_text():  # what is imported is its subject
+            run(tmp_path, sys.executable, script)
+            continue
+        ended = forked_scripts.run(tmp_path / script, surroundings(tmp_path))
+        assert ended.code == 0, ended.printed
 
 
 @having("pycon")

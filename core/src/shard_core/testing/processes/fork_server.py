@@ -140,12 +140,15 @@ def serve(descriptor: int, live: Callable[[int], None]) -> None:
 
 
 _COMMAND = """\
-import sys
+import gc, sys
+gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the time
 descriptor, sys.path[:] = int(sys.argv[1]), sys.argv[2:]
 from shard_core.testing.processes import fork_server, rank
 import torch
 from shard_core.strategies import ddp  # for what it imports: strategies have most of it in common
 torch.compiler.reset()  # for what it imports: optimizers ask the compiler
+gc.freeze()  # once, where each rank would copy all pages to mark what is on them
+gc.enable()
 fork_server.serve(descriptor, rank.serve)
 """
 
