@@ -131,3 +131,14 @@ def test_what_was_saved_comes_back():
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(torch.as_tensor(after[name]), torch.as_tensor(value)), name
+
+
+def test_what_is_shown_in_another_shape_is_not_gone_on_from():
+    oracle = oracle_of("linear", ranks=1)
+    shown = {name: value.clone() for name, value in oracle.state().items() if name.startswith("weights.")}
+    before = shown["weights.0.head.weight"]
+    shown |= {"weights.0.head.weight": torch.ones(1, 8), "weights.0.head.bias": torch.full((3,), 7.0)}
+    oracle.adopt(shown)
+    after = oracle.state()
+    assert torch.equal(after["weights.0.head.weight"], before)
+    assert torch.equal(after["weights.0.head.bias"], torch.full((3,), 7.0))
