@@ -1,8 +1,9 @@
-"""Measures random programs by mutants: small changes of what computes, each on a copy, that programs have to notice.
+"""Measures random programs by mutants: small changes of what computes, that programs have to notice.
 
-``python integration_tests/mutants.py --count 200 --programs 40`` draws mutants by seed, judges those that the ledger
-lacks, and prints what came of all. Strings, annotations, logs, ``raise`` and conditions that only refuse are never
-changed: nothing computes there.
+``python integration_tests/mutants.py --count 200 --programs 60`` draws mutants by seed, judges those that the ledger
+lacks, and prints what came of all. A mutant is judged by programs whose run on the original reaches its statement; its
+ranks import the changed file from memory. Strings, annotations, logs, ``raise`` and conditions that only refuse are
+never changed: nothing computes there.
 """
 
 from __future__ import annotations
@@ -10,28 +11,30 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
-import contextlib
 import dataclasses
 import difflib
+import functools
+import itertools
 import json
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from mutated_ranks import MutatedWorld, TracedWorld
+
+from shard_core import plugins
+from shard_core.testing.programs import Judgement, Program, draw, judge
+from shard_core.testing.programs.campaign import _quiet, others_of
+from shard_core.testing.programs.kept import kept_programs
+
 ROOT = Path(__file__).resolve().parents[1]
 #: What is mutated, and whose programs judge it.
 TARGETS = {
-    "core/src/shard_core/strategy": ("ddp", "fsdp", "hsdp"),
-    "core/src/shard_core/gradients.py": ("ddp", "fsdp", "tp"),
-    "core/src/shard_core/fully_shard": ("fsdp",),
-    "packages/shard-fsdp/src": ("fsdp", "hsdp"),
+    "core/src/shard_core/strategy": ("ddp", "fsdp", "deepspeed_stage_2", "tp"),
+    "core/src/shard_core/gradients.py": ("ddp", "fsdp", "tp", "fsdp_cpu_offload"),
+    "core/src/shard_core/fully_shard": ("fsdp", "tp", "hsdp"),
+    "packages/shard-fsdp/src": ("fsdp", "hsdp", "fsdp_cpu_offload"),
     "packages/shard-deepspeed/src": ("deepspeed_stage_3", "deepspeed_stage_2", "deepspeed_stage_1"),
     "packages/shard-tp/src": ("tp",),
 }
@@ -44,7 +47,7 @@ _COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 _REFUSED_AT_LEAST = 8
 """How many programs more than the original's must be refused for a mutant to count as one that refuses."""
-_START_SECONDS = 60.0
+_HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,86 +174,131 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-@contextlib.contextmanager
-def copied() -> Iterator[Path]:
-    """Copy all source trees; mutants are applied there alone."""
-    with tempfile.TemporaryDirectory(prefix="shard-mutants-") as folder:
-        for source in sorted([ROOT / "core/src", *ROOT.glob("packages/shard-*/src")]):
-            left_out = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, Path(folder, source.relative_to(ROOT)), ignore=left_out)
-        yield Path(folder)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Original:
+    """A program that runs well on the original.
+
+    Attributes:
+        strategy: Whose.
+        origin: Its name, or its seed.
+        seconds: How long it took, traced.
+        lines: Of each file that is mutated, which it reached.
+    """
+
+    strategy: str
+    origin: str
+    seconds: float
+    lines: dict[str, list[int]]
+
+    def program(self) -> Program:
+        """Return the program."""
+        if not self.origin.startswith("seed "):
+            return kept_programs()[self.origin]
+        others = others_of(plugins.find(self.strategy), 2)
+        return draw(
+            int(self.origin.removeprefix("seed ")), self.strategy, world_size=_ranks(self.strategy), others=others
+        )
 
 
-def _run(
-    copy: Path, strategy: str, programs: int, seconds: float, expected: dict[str, str] | None
-) -> dict[str, list[str]]:
-    """Judge the programs of a strategy on a copy; return verdict, symptom and text of each that was reached."""
-    sources = [str(folder) for folder in (copy / "core/src", *sorted(copy.glob("packages/*/src")))]
-    variables = {"PYTHONPATH": os.pathsep.join(sources), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = ["nice", "-n", "10", sys.executable, __file__, "--judge", strategy, json.dumps(expected)]
-    with tempfile.TemporaryFile("w+") as output:
-        child = subprocess.Popen(
-            [*command, "--programs", str(programs)],
-            env={**os.environ, **variables, "DS_ACCELERATOR": "cpu"}, cwd=copy, stdout=output,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        try:
-            child.wait(timeout=_START_SECONDS + seconds)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        output.seek(0)
-        records: list[list[str]] = [json.loads(line) for line in output if line.startswith("[")]
-    return {record[0]: record[1:] for record in records}
+def originals(file: Path, count: int) -> list[Original]:
+    """Run programs of every strategy that judges mutants on the original, or read what came of it.
+
+    Args:
+        file: Where that is kept.
+        count: How many programs of each strategy.
+    """
+    if file.exists():
+        return [Original(**record) for record in json.loads(file.read_text())]
+    places = [str(ROOT / place) for place in TARGETS]
+    found = []
+    for strategy in dict.fromkeys(itertools.chain.from_iterable(TARGETS.values())):
+        kept = [name for name, program in kept_programs().items() if program.strategy == strategy]
+        names = [*kept, *(f"seed {seed}" for seed in range(count - len(kept)))]
+        for name in names:
+            empty = Original(strategy=strategy, origin=name, seconds=0.0, lines={})
+            program = empty.program()
+            world = _traced(program.world_size, places)
+            world.reached.clear()
+            begun = time.monotonic()
+            if judge(program, world).verdict == "equal":
+                lines: dict[str, list[int]] = {}
+                for path, number in sorted(world.reached):
+                    lines.setdefault(str(Path(path).relative_to(ROOT)), []).append(number)
+                found.append(dataclasses.replace(empty, seconds=time.monotonic() - begun, lines=lines))
+    file.write_text(json.dumps([dataclasses.asdict(each) for each in found]))
+    return found
 
 
-def _judge(strategy: str, programs: int, expected: dict[str, str] | None) -> None:
-    """Print the judgement of each program, until one fails that should not: of the original itself, all."""
-    from shard_core import plugins
-    from shard_core.testing.processes.worlds import Worlds
-    from shard_core.testing.programs import draw, judge
-    from shard_core.testing.programs.campaign import others_of
-    from shard_core.testing.programs.kept import kept_programs
-
-    others = others_of(plugins.find(strategy), 2)
-    chosen = {name: program for name, program in kept_programs().items() if program.strategy == strategy}
-    chosen |= {f"seed {seed}": draw(seed, strategy, world_size=2, others=others) for seed in range(programs)}
-    worlds = Worlds()
+def judged(mutant: Mutant, known: list[Original], programs: int) -> dict:
+    """Judge a mutant by programs that reach its statement; return its line of the ledger."""
+    reaching = in_turn([each for each in known if reaches(each, mutant)])[:programs]
+    record = dataclasses.asdict(mutant)
+    worlds: dict[int, MutatedWorld] = {}
+    refused: list[str] = []
     try:
-        for origin, program in list(chosen.items())[:programs]:
-            judgement = judge(program, worlds(program.world_size, {"CUDA_VISIBLE_DEVICES": ""}))
-            print(json.dumps([origin, judgement.verdict, judgement.symptom, judgement.text[-300:]]), flush=True)
-            if expected is not None and judgement.verdict == "defect" and expected.get(origin) != "defect":
-                break
+        for count, each in enumerate(reaching, 1):
+            program = each.program()
+            if program.world_size not in worlds:
+                path = str(ROOT / mutant.file)
+                worlds[program.world_size] = MutatedWorld(program.world_size, _HIDDEN, path, mutant.applied())
+            judgement = judge(program, worlds[program.world_size])
+            if judgement.verdict == "defect" and _holds(judgement, program, worlds[program.world_size]):
+                by = f"{each.strategy} {each.origin}: {judgement.symptom}"
+                return {**record, "verdict": "found", "by": by, "programs": count}
+            if judgement.verdict == "refused":
+                refused.append(f"{each.strategy}: {judgement.text}")
+            if len(refused) >= min(_REFUSED_AT_LEAST, len(reaching)):
+                return {**record, "verdict": "refuses", "by": refused[0], "programs": count}
     finally:
-        worlds.close()
+        for world in worlds.values():
+            world.close()
+    return {**record, "verdict": "survived" if reaching else "not reached", "by": "", "programs": len(reaching)}
 
 
-def judged(mutant: Mutant, copy: Path, programs: int, seconds: float, originals: dict[str, dict[str, str]]) -> dict:
-    """Judge a mutant by programs of the strategies that use its file; return its line of the ledger."""
-    target = copy / mutant.file
-    target.write_text(mutant.applied())
-    count, verdict, by = 0, "survived", ""
-    try:
-        strategies = next(names for place, names in TARGETS.items() if mutant.file.startswith(place))
-        for strategy in strategies:
-            original = originals[strategy]
-            found = _run(copy, strategy, programs // len(strategies), seconds / len(strategies), original)
-            count += len(found)
-            new = {o: r for o, r in found.items() if r[0] != "equal" and original.get(o, "equal") == "equal"}
-            defect = next((o for o, r in new.items() if r[0] == "defect"), None)
-            if not found:
-                verdict, by = "loud", f"{strategy}: nothing runs"
-            elif defect is not None:
-                verdict, by = "found", f"{strategy} {defect}: {found[defect][1]}"
-            elif len(new) >= min(_REFUSED_AT_LEAST, len(found)):
-                verdict, by = "refuses", f"{strategy}: {next(iter(new.values()))[2]}"
-            if verdict != "survived":
-                break
-    finally:
-        shutil.copy(ROOT / mutant.file, target)
-    return {**dataclasses.asdict(mutant), "verdict": verdict, "by": by, "programs": count}
+def _holds(judgement: Judgement, program: Program, world: MutatedWorld) -> bool:
+    """Judge what hung once more: on a busy machine it may have been slow."""
+    return judgement.symptom != "hang" or judge(program, world).verdict == "defect"
+
+
+def reaches(original: Original, mutant: Mutant) -> bool:
+    """Check whether a program reaches a mutant's statement; what stands outside functions is reached by importing."""
+    first, last, inside = _statement(mutant)
+    lines = original.lines.get(mutant.file, [])
+    strategies = next(names for place, names in TARGETS.items() if mutant.file.startswith(place))
+    return original.strategy in strategies and (not inside or any(first <= line <= last for line in lines))
+
+
+def _statement(mutant: Mutant) -> tuple[int, int, bool]:
+    """Return the lines of a mutant's statement, or of a block's head, and whether it stands in a function."""
+    first, last, inside = mutant.line, mutant.line, False
+    for node in ast.walk(ast.parse((ROOT / mutant.file).read_bytes())):  # from the outside in
+        if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= (node.end_lineno or 0):
+            body = getattr(node, "body", None)
+            first, last = node.lineno, (body[0].lineno - 1 if body else node.end_lineno) or 0
+            inside = inside or (isinstance(node, ast.FunctionDef) and mutant.line >= node.body[0].lineno)
+    return first, max(first, last), inside
+
+
+def in_turn(known: list[Original]) -> list[Original]:
+    """Order programs so that strategies take turns; each strategy's short ones come first."""
+    by_strategy: dict[str, list[Original]] = collections.defaultdict(list)
+    for each in sorted(known, key=lambda each: (each.origin.startswith("seed "), each.seconds)):
+        by_strategy[each.strategy].append(each)
+    rounds = itertools.zip_longest(*by_strategy.values())
+    return [each for group in rounds for each in group if each is not None]
+
+
+def _ranks(strategy: str) -> int:
+    return min(2, plugins.find(strategy).max_ranks or 2)
+
+
+@functools.cache
+def _traced_worlds() -> dict[int, TracedWorld]:
+    return {}
+
+
+def _traced(size: int, places: list[str]) -> TracedWorld:
+    return _traced_worlds().setdefault(size, TracedWorld(size, _HIDDEN, places))
 
 
 def _ledger(file: Path) -> dict[str, dict]:
@@ -264,7 +312,7 @@ def _key(line: dict) -> str:
 
 def summary(lines: list[dict]) -> str:
     """Return a table by place and by operator, and the survivors' diffs."""
-    verdicts = ("found", "loud", "refuses", "survived", "not reached")
+    verdicts = ("found", "refuses", "survived", "not reached")
     rows = [f"{'':40}" + "".join(f"{each:>12}" for each in verdicts)]
     places = {each["file"]: next(place for place in TARGETS if each["file"].startswith(place)) for each in lines}
     for name in (lambda line: places[line["file"]], lambda line: line["operator"]):
@@ -284,37 +332,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--programs", type=int, default=40, help="at most so many for one mutant")
-    parser.add_argument("--seconds", type=float, default=90.0, help="at most so many for one mutant, beside its start")
+    parser.add_argument("--programs", type=int, default=60, help="at most so many for one mutant")
+    parser.add_argument("--drawn", type=int, default=100, help="so many of each strategy are run on the original")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to begin no other mutant")
     parser.add_argument("--ledger", type=Path, default=Path("mutants.jsonl"))
-    parser.add_argument("--reached", type=Path, help="lines FILE:NUMBER that programs reach; others are not judged")
-    parser.add_argument("--judge", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--again", action="store_true", help="judge survivors and what was not reached again")
     given = parser.parse_args()
-    if given.judge:
-        _judge(given.judge[0], given.programs, json.loads(given.judge[1]))
-        return
     end = time.monotonic() + 60 * given.minutes
-    reached = set(given.reached.read_text().split()) if given.reached else None
-    known, originals = _ledger(given.ledger), {}
+    known = originals(given.ledger.with_suffix(".originals.json"), given.drawn)
+    judgements = _ledger(given.ledger)
     chosen = drawn(given.count, given.seed)
-    with copied() as copy, given.ledger.open("a") as ledger:
+    with given.ledger.open("a") as ledger, _quiet():
         for mutant in chosen:
             key = _key(dataclasses.asdict(mutant))
-            if key in known or time.monotonic() >= end:
+            open_still = given.again and judgements.get(key, {}).get("verdict") in ("survived", "not reached")
+            if (key in judgements and not open_still) or time.monotonic() >= end:
                 continue
-            if reached is not None and f"{mutant.file}:{mutant.line}" not in reached:
-                line = {**dataclasses.asdict(mutant), "verdict": "not reached", "by": "", "programs": 0}
-            else:
-                for name in next(names for place, names in TARGETS.items() if mutant.file.startswith(place)):
-                    if name not in originals:
-                        shown = _run(copy, name, given.programs, 10 * given.seconds, None)
-                        originals[name] = {origin: record[0] for origin, record in shown.items()}
-                line = judged(mutant, copy, given.programs, given.seconds, originals)
-            known[key] = line
-            ledger.write(json.dumps(line) + "\n")
+            judgements[key] = judged(mutant, known, given.programs)
+            ledger.write(json.dumps(judgements[key]) + "\n")
             ledger.flush()
-    print(summary([known[key] for key in (_key(dataclasses.asdict(each)) for each in chosen) if key in known]))
+    keys = [_key(dataclasses.asdict(each)) for each in chosen]
+    print(summary([judgements[key] for key in keys if key in judgements]))
 
 
 if __name__ == "__main__":

@@ -208,3 +208,14 @@ def test_a_loss_through_two_modules_trains_both():
     for number, each in enumerate((model, critic)):
         gradients = oracle.play(ops.ShowGradients(module=number))[0]["gradients"]
         torch.testing.assert_close(gradients["head.weight"], each.head.weight.grad)
+
+
+def test_what_is_shown_in_another_shape_is_not_gone_on_from():
+    oracle = oracle_of("linear", ranks=1)
+    shown = {name: value.clone() for name, value in oracle.state().items() if name.startswith("weights.")}
+    before = shown["weights.0.head.weight"]
+    shown |= {"weights.0.head.weight": torch.ones(1, 8), "weights.0.head.bias": torch.full((3,), 7.0)}
+    oracle.adopt(shown)
+    after = oracle.state()
+    assert torch.equal(after["weights.0.head.weight"], before)
+    assert torch.equal(after["weights.0.head.bias"], torch.full((3,), 7.0))

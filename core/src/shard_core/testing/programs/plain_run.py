@@ -106,14 +106,21 @@ class PlainRun:
         return shown
 
     def adopt(self, shown: Mapping[str, Any]) -> None:
-        """Go on from the numbers a strategy showed, so that rounding does not grow from operation to operation."""
+        """Go on from the numbers a strategy showed, so that rounding does not grow from operation to operation.
+
+        What it showed in another shape is not gone on from: it is the defect that is looked into.
+        """
+        mine = {
+            f"weights.{number}.{name}": parameter
+            for number, model in enumerate(self.models)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        for number in range(len(self.optimizers)):
+            mine |= {f"state.{number}.{name}": value for name, value in self._slots(number)}
         with torch.no_grad():
-            for number, model in enumerate(self.models):
-                for name, parameter in model.named_parameters(remove_duplicate=False):
-                    parameter.copy_(shown.get(f"weights.{number}.{name}", parameter))
-            for number in range(len(self.optimizers)):
-                for name, value in self._slots(number):
-                    value.copy_(shown.get(f"state.{number}.{name}", value))
+            for name, value in mine.items():
+                if name in shown and shown[name].shape == value.shape:
+                    value.copy_(shown[name])
 
         if self._average is not None:
             for name, parameter in self._average.named_parameters(remove_duplicate=False):
