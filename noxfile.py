@@ -29,7 +29,7 @@ TOOLS = (
 )
 NO_TESTS = 5  # how pytest ends when nothing was left to run
 LONGEST = 3600
-LANES = 2  # a test of ranks waits for most of its time: for other ranks, for the disk, for time to run out
+LANES = 3  # on two cores: a test of ranks waits for part of its time, for the disk, for time to run out
 PRINTING = threading.Lock()
 # Most of what a rank does is to import torch, and a sixth of that to look for garbage among what is there to stay.
 SELDOM = "import gc; gc.set_threshold(10_000)\n"
