@@ -246,7 +246,7 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         models=tuple(models),
         optimizers=tuple(_fused(spec, chance) for spec in optimizers),
         late=chance.random() < 0.2,
-        averaged=chance.random() < 0.06,
+        averaged=chance.random() < 0.08,
         options=_options(offered(strategy), chance),
     )
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
@@ -262,7 +262,7 @@ def _fused(spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
 def _lacking(program: Program, spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
     """Return an optimizer that may be made without a part."""
     part = chance.choice(program.models[spec.module].parts)
-    lacks = chance.random() < 0.25 and _may_lack(program, spec, part)
+    lacks = chance.random() < 0.35 and _may_lack(program, spec, part)
     return dataclasses.replace(spec, without=part) if lacks else spec
 
 
@@ -341,7 +341,7 @@ def _odd(
     parts = [
         part for part in program.models[number].parts if part != "frozen" or Capability.UNFREEZE in card.capabilities
     ]
-    averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key), ops.ShowAverage(key=key)]
+    averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key)] * 4  # few programs have an average
     proposals: list[Operation] = [
         *(averaging if program.averaged else ()),
         _backward(program, number, card, chance),

@@ -110,21 +110,21 @@ class PlainRun:
 
         What it showed in another shape is not gone on from: it is the defect that is looked into.
         """
-        mine = {
+        mine: dict[str, torch.Tensor] = {
             f"weights.{number}.{name}": parameter
             for number, model in enumerate(self.models)
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
         for number in range(len(self.optimizers)):
             mine |= {f"state.{number}.{name}": value for name, value in self._slots(number)}
+        if self._average is not None:
+            named = self._average.named_parameters(remove_duplicate=False)
+            mine |= {f"averaged.{name}": parameter for name, parameter in named}
+        found = {**shown, **{f"averaged.{name}": value for name, value in shown.get("averaged", {}).items()}}
         with torch.no_grad():
             for name, value in mine.items():
-                if name in shown and shown[name].shape == value.shape:
-                    value.copy_(shown[name])
-
-        if self._average is not None:
-            for name, parameter in self._average.named_parameters(remove_duplicate=False):
-                parameter.data.copy_(shown.get("averaged", {}).get(name, parameter))
+                if name in found and found[name].shape == value.shape:
+                    value.copy_(found[name])
 
     def jitter(self, generator: torch.Generator, size: float = 2e-7) -> None:
         """Move weights and gradients by about two units in the last place, to see how far results follow.
