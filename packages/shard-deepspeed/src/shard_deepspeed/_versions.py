@@ -293,6 +293,36 @@ def add_up(zero: Any) -> None:
     zero.micro_step_id = 1
 
 
+@contextlib.contextmanager
+def backwards_uncounted(module: torch.nn.Module) -> Iterator[None]:
+    """Have a backward at stage 3 count for none: for as many as there were forwards, submodules are gathered.
+
+    Args:
+        module: The engine's.
+    """
+    counts = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+    parts = [vars(part) for part in module.modules()]
+    before = [{name: part[name] for name in counts if name in part} for part in parts]
+    try:
+        yield
+    finally:
+        for part, counted in zip(parts, before, strict=True):
+            part.update(counted)
+
+
+def gather_persistent(zero: Any) -> None:
+    """Gather what is to be whole between uses at stage 3, and keep submodules from letting go of it.
+
+    DeepSpeed gathers it in forwards, lets go of it while it learns the order of submodules, and never gathers a
+    parameter without elements by itself, which it wants whole all the same.
+    """
+    persistent = zero.persistent_parameters
+    for parameter in persistent:
+        parameter.is_external_param = True
+    if persistent:
+        persistent[0].all_gather(persistent)
+
+
 def publish_shards(zero: Any) -> None:
     """Copy the shards' values to where parameters are whole between steps, at stage 3."""
     zero.checkpoint_event_prologue()

@@ -50,7 +50,7 @@ class ZeroModule:
             if is_trained(parameter):
                 part = self._layout.part(parameter)
                 self._trained[id(parameter)] = TrainedParameter(name=name, parameter=parameter, part=part)
-            elif stored is not None:
+            elif stored is not None and stored.numel():  # without elements it is whole on every rank
                 part = shard_part(parameter, stored, rank)
             else:
                 continue
@@ -155,6 +155,10 @@ class ZeroModule:
                 "gradients after the last backward, which is outside."
             )
 
+    def graph_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Leave it to the backward inside that another one may follow through the same graph."""
+        return _versions.backwards_uncounted(self._module)
+
     def used(self) -> list[tuple[str, bool]]:
         """List what is trained by name, and whether this backward has used it, or one before that was deferred.
 
@@ -181,6 +185,7 @@ class ZeroModule:
         self.follow_gradients()
         if self._layout.lets_go:
             self.copy_writes()
+        self._layout.begin_forward()
 
     def follow_gradients(self) -> None:
         """Drop gradients that the module's parameters show no more."""
