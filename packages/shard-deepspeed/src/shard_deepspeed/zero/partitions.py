@@ -59,9 +59,6 @@ class Partitions(abc.ABC):
         del parameter, part, strayed
         return None
 
-    def begin_forward(self) -> None:
-        """Prepare a forward."""
-
     def make_ready(self, trained: Iterable[TrainedParameter]) -> None:
         """Prepare a backward whose gradients are to add to those the parts have."""
         del trained
@@ -177,10 +174,6 @@ class Shards(Flat):
     def __init__(self, engine: Any, rank: int) -> None:
         super().__init__(engine, rank)
         self._gradients: dict[int, torch.Tensor] = {}
-        self.begin_forward()
-
-    def begin_forward(self) -> None:
-        """Gather what is whole between uses, of which users may have let go."""
         _versions.gather_persistent(self._zero)
 
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
@@ -205,6 +198,7 @@ class Shards(Flat):
 
     def make_ready(self, trained: Iterable[TrainedParameter]) -> None:
         """Zero what is not to be added to: DeepSpeed adds gradients up in one place."""
+        _versions.gather_persistent(self._zero)
         _versions.add_up(self._zero)
         for each in trained:
             if each.part.values.grad is None:
