@@ -36,6 +36,22 @@ def test_a_refused_load_has_changed_nothing(worlds: Any, threshold: int) -> None
         assert unchanged
 
 
+def assign() -> tuple[str, bool]:
+    with get_strategy("deepspeed_stage_3") as strategy:
+        model, _ = set_up(strategy, "plain", "sgd")
+        before = strategy.module_state_dict(model)
+        with pytest.raises(SetupError) as error:
+            strategy.unwrap(model).load_state_dict(models.make("plain").state_dict(), assign=True)
+        after = strategy.module_state_dict(model)
+        return str(error.value), all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_parameters_are_not_exchanged_where_they_are_whole(worlds: Any) -> None:
+    for message, unchanged in worlds(2).run(assign):
+        assert "'first.weight' to assign" in message
+        assert unchanged
+
+
 class Stranger(torch.optim.Adagrad):
     """An optimizer whose first state may depend on what is in none of its groups."""
 

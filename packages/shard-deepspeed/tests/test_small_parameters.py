@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shard_core import get_strategy
+from shard_core import SetupError, get_strategy
 from shard_core.testing import models, oracle, set_up, whole_weights
 
 _STEPS, _BATCH = 3, 12
@@ -84,3 +84,25 @@ def test_edits_between_forwards_count(worlds: Any, kind: str) -> None:
     for rank in worlds(2).run(edited, kind):
         for weights, truth in zip(rank, truths, strict=True):
             oracle.assert_same_weights(weights, truth, 1e-5)
+
+
+def let_go() -> tuple[list[torch.Size], str]:
+    import deepspeed
+
+    with get_strategy("deepspeed_stage_3") as strategy:
+        model, _ = set_up(strategy, "plain", _OPTIMIZERS["sgd"])
+        whole = [each.shape for each in model.state_dict().values()]
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            pass
+        with pytest.raises(SetupError) as error:
+            model.state_dict()
+        model(*models.batches("plain", 1, _BATCH)[0])
+        assert [each.shape for each in model.state_dict().values()] == whole
+        return whole, str(error.value)
+
+
+def test_what_a_user_has_let_go_of_is_missed(worlds: Any) -> None:
+    expected = [each.shape for each in models.make("plain").state_dict().values()]
+    for whole, message in worlds(2).run(let_go):
+        assert whole == expected
+        assert message.startswith("state_dict() would give 'first.weight'")

@@ -27,6 +27,13 @@ optimizer of stage 3: adding gradients up rather than replacing them, and bringi
 ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``ds_status`` of a parameter: its shard, and whether it is whole. They can
 go when DeepSpeed exposes a parameter's shard, and takes changed ones, in public.
 
+``applied_pre_backward_ref_cnt`` and ``ds_grads_remaining`` of a submodule: for how many backwards stage 3 gathers it,
+and when it lets go. They can go when a second backward through a graph finds parameters by itself.
+
+``persistent_parameters`` of the optimizer of stage 3, ``is_external_param`` of a parameter: what is whole between
+steps, once it was gathered, and what submodules do not let go of. They can go when that is so from the beginning, and
+when parameters without elements are gathered without others.
+
 ``parameter_offload``, ``param_numel_persistence_threshold``, ``reduce_and_partition_stream``, ``partition_gradients``,
 ``clip_grad`` and, by their options' names, further attributes of the optimizers of stages 1 to 3: with what they act.
 The engine's public methods repeat the configuration. They can go when DeepSpeed exposes what its parts were made with.
@@ -295,7 +302,7 @@ def add_up(zero: Any) -> None:
 
 @contextlib.contextmanager
 def backwards_uncounted(module: torch.nn.Module) -> Iterator[None]:
-    """Have a backward at stage 3 count for none: for as many as there were forwards, submodules are gathered.
+    """Keep a backward at stage 3 from counting: submodules are gathered for as many as there were forwards.
 
     Args:
         module: The engine's.

@@ -152,7 +152,7 @@ class ZeroModule:
             )
 
     def graph_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Leave it to the backward inside that another one may follow through the same graph."""
+        """Return a context for a backward that another one may follow through the same graph."""
         return _versions.backwards_uncounted(self._module)
 
     def used(self) -> list[tuple[str, bool]]:
