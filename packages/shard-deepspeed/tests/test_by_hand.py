@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core import InvalidOption, SetupError, get_strategy
+from shard_core import SetupError, get_strategy
 from shard_core.testing import models, oracle, set_up, step, whole_weights
 
 _STEPS, _BATCH = 4, 12
@@ -183,13 +183,19 @@ def test_float32_copies_take_what_was_written_and_keep_the_rest(worlds: Any, sta
         oracle.assert_same_weights(after, halved, 0.0)
 
 
-def away(cure: bool) -> Any:
+def write(model: Any, where: str) -> None:
+    with torch.no_grad():
+        for parameter in [model.factor] if where == "factor" else model.second.parameters():
+            parameter.mul_(0.5)
+
+
+def away(cure: bool, where: str) -> Any:
     with get_strategy("deepspeed_stage_3", param_persistence_threshold=0) as strategy:
         model, optimizer = set_up(strategy, Scaled, lambda module: _OPTIMIZERS["sgd"](module.parameters()))
         batches = models.batches("plain", 2, _BATCH)
         step(strategy, model, optimizer, batches[0])
         with gathered(3, 0, list(model.second.parameters())) if cure else contextlib.nullcontext():
-            halve(model.second)
+            write(model, where)
         if cure:
             step(strategy, model, optimizer, batches[1])
             return whole_weights(strategy, model)
@@ -198,10 +204,14 @@ def away(cure: bool) -> Any:
         return str(error.value)
 
 
-def test_writing_to_what_is_spread_over_ranks_is_refused_with_the_cure(worlds: Any) -> None:
-    for message in worlds(2).run(away, False):
-        assert "'second.weight' was written to" in message
+@pytest.mark.parametrize("where", ["second.weight", "factor"])  # in a submodule, and in the module itself
+def test_writing_to_what_is_spread_over_ranks_is_refused_with_the_cure(worlds: Any, where: str) -> None:
+    for message in worlds(2).run(away, False, where):
+        assert f"{where!r} was written to" in message
         assert "GatheredParameters" in message
+
+
+def test_the_cure_of_writing_to_what_is_spread_over_ranks(worlds: Any) -> None:
     torch.manual_seed(0)
     model = Scaled()
     optimizer = _OPTIMIZERS["sgd"](model.parameters())
@@ -210,8 +220,8 @@ def test_writing_to_what_is_spread_over_ranks_is_refused_with_the_cure(worlds: A
         model(*batch).backward()
         optimizer.step()
         if not number:
-            halve(model.second)
-    for weights in worlds(2).run(away, True):
+            write(model, "second.weight")
+    for weights in worlds(2).run(away, True, "second.weight"):
         oracle.assert_same_weights(weights, model.state_dict(), 1e-5)
 
 
@@ -330,20 +340,6 @@ def test_a_group_of_parameters_may_be_added_after_setup(worlds: Any, stage: int,
     for weights, _ in answers:
         oracle.assert_same_weights(weights, model.state_dict(), 1e-5)
     assert sorted(answers[0][1]) == ["first.bias", "first.weight", "second.bias", "second.weight"]
-
-
-def two_backwards(stage: int) -> str:
-    with get_strategy("deepspeed", stage=stage) as strategy:
-        model, _ = set_up(strategy, Scaled, lambda module: _OPTIMIZERS["sgd"](module.parameters()))
-        loss = model(*models.share_of(strategy, models.batches("plain", 1, _BATCH)[0]))
-        with pytest.raises(InvalidOption) as error:
-            strategy.backward(loss, model, retain_graph=True)
-        return str(error.value)
-
-
-def test_a_second_backward_through_a_forward_is_refused_at_stage_3(worlds: Any) -> None:
-    for message in worlds(2).run(two_backwards, 3):
-        assert "add the losses and call backward once" in message
 
 
 def penalized(model: Any, batch: Any) -> torch.Tensor:

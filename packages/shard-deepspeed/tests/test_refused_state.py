@@ -36,17 +36,42 @@ def test_a_refused_load_has_changed_nothing(worlds: Any, threshold: int) -> None
         assert unchanged
 
 
-def adagrad_that_comes_late() -> str:
+def assign() -> tuple[str, bool]:
+    with get_strategy("deepspeed_stage_3") as strategy:
+        model, _ = set_up(strategy, "plain", "sgd")
+        before = strategy.module_state_dict(model)
+        with pytest.raises(SetupError) as error:
+            strategy.unwrap(model).load_state_dict(models.make("plain").state_dict(), assign=True)
+        after = strategy.module_state_dict(model)
+        return str(error.value), all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_parameters_are_not_exchanged_where_they_are_whole(worlds: Any) -> None:
+    for message, unchanged in worlds(2).run(assign):
+        assert "'first.weight' to assign" in message
+        assert unchanged
+
+
+class Stranger(torch.optim.Adagrad):
+    """An optimizer whose first state may depend on what is in none of its groups."""
+
+
+def come_late() -> list[str]:
+    messages = []
     with get_strategy("deepspeed_stage_3", param_persistence_threshold=0) as strategy:
         model = strategy.setup_module(models.make("plain"))
-        optimizer = torch.optim.Adagrad(model.parameters())
-        try:
-            strategy.setup_optimizer(optimizer)
-        except SetupError as error:
-            return str(error)
-        return "no error"
+        groups = [{"params": [each]} for each in model.parameters()]
+        for optimizer in (Stranger(model.parameters()), torch.optim.SGD(groups)):
+            held = [id(each) for group in optimizer.param_groups for each in group["params"]]
+            try:
+                strategy.setup_optimizer(optimizer)
+            except SetupError as error:
+                messages.append(str(error))
+            assert held == [id(each) for group in optimizer.param_groups for each in group["params"]]
+    return messages
 
 
-def test_state_of_what_was_emptied_is_refused(worlds: Any) -> None:
-    for message in worlds(2).run(adagrad_that_comes_late):
-        assert message.startswith("this Adagrad has made its state 'sum' of parameters whose values stage 3 has spread")
+def test_what_was_made_of_emptied_parameters_is_refused_where_it_cannot_be_made_again(worlds: Any) -> None:
+    for state, groups in worlds(2).run(come_late):
+        assert state.startswith("this Stranger has made its state 'sum' of parameters whose values stage 3 has spread")
+        assert groups.startswith("this SGD has several groups of parameters that setup has flattened")

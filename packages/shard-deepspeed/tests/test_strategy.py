@@ -263,29 +263,61 @@ def test_a_call_that_goes_around_the_engine_is_refused(worlds: Any, what: str, i
         assert instead in message
 
 
-class WithNothing(nn.Module):
-    """A layer, and a parameter without elements."""
+class Nothing(nn.Module):
+    """Parameters without elements alone, one of them frozen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.nothing = nn.Linear(6, 3), nn.Parameter(torch.empty(0, 6))
+        self.trained, self.frozen = nn.Parameter(torch.empty(0, 6)), nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.trained.sum() + self.frozen.sum()
+
+
+class WithNothing(nn.Module):
+    """Two layers, a part with nothing in it between them, and a parameter without elements beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(6, 5), Nothing(), nn.Linear(5, 3)
+        self.nothing = nn.Parameter(torch.empty(0, 6))
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.layer(inputs) + self.nothing.sum(), targets)
+        outputs = self.last(self.between(torch.tanh(self.first(inputs))))
+        return nn.functional.mse_loss(outputs + self.nothing.sum(), targets)
 
 
-def with_nothing(stage: int) -> str | None:
-    with get_strategy("deepspeed", stage=stage) as strategy:
-        try:
-            model, optimizer = set_up(strategy, WithNothing, "sgd")
-        except SetupError as error:
-            return str(error)
-        for batch in models.batches("plain", 2, _BATCH):
-            step(strategy, model, optimizer, batch)
-        return None
+def look_at(model: nn.Module, stage: int) -> None:
+    """Gather all parameters by hand, and let go of them."""
+    if stage == 3:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            assert model.between.trained.shape == (0, 6)
 
 
-def test_a_parameter_without_elements_is_refused_where_it_cannot_be_sharded(worlds: Any) -> None:
-    assert worlds(2).run(with_nothing, 2) == [None, None]
-    for message in worlds(2).run(with_nothing, 3):
-        assert "'nothing' has no elements" in message
+def with_nothing(stage: int, optimizer: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with get_strategy("deepspeed", stage=stage, **options) as strategy:
+        model, made = set_up(strategy, WithNothing, optimizer)
+        for batch in models.batches("plain", _STEPS, _BATCH):
+            look_at(model, stage)
+            loss = model(*models.share_of(strategy, batch))
+            look_at(model, stage)
+            strategy.backward(loss, model)
+            strategy.optimizer_step(made)
+            made.zero_grad()
+        return whole_weights(strategy, model)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("stage", "options"), [(2, {}), (3, {}), (3, {"param_persistence_threshold": 0, "sub_group_size": 10})], ids=str
+)
+def test_parameters_without_elements_are_left_as_they_are(
+    worlds: Any, stage: int, options: dict[str, Any], optimizer: str
+) -> None:
+    batches = models.batches("plain", _STEPS, _BATCH)
+    truth = oracle.train(WithNothing, lambda module: models.make_optimizer(optimizer, module), batches)
+    for weights in worlds(2).run(with_nothing, stage, optimizer, options):
+        assert weights["between.trained"].shape == (0, 6)
+        oracle.assert_same_weights(weights, truth.weights, 1e-5)

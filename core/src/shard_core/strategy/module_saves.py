@@ -164,13 +164,13 @@ class PartialStateDict:
         self._handles: list[RemovableHandle] = []
 
     def install(self, strategy: str) -> None:
-        """Register hooks on those parts of the module whose parameters have been emptied.
+        """Register hooks on those parts of the module that have parameters, which engines may empty at any time.
 
         Args:
             strategy: The strategy's name, for the message.
         """
         for part, shapes in self._shapes.items():
-            if _first_emptied(part, shapes) is not None:
+            if shapes:
                 check = functools.partial(_check, strategy, shapes)
                 self._handles.append(part.register_state_dict_pre_hook(check))
         for part in self._shapes:

@@ -12,7 +12,7 @@ from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -31,6 +31,7 @@ class SetUpModule:
         module: The user's own.
         callable: What the user calls: the same, or the engine's wrapper.
         names: The names its parameters had before setup.
+        dims: Their numbers of dims then, sorted.
         forward: Its forward's precision.
         pretrained: What replaces its ``save_pretrained``.
         partial_state: What refuses its ``state_dict`` where that would hold parts.
@@ -41,7 +42,6 @@ class SetUpModule:
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.
-        dims_changed: Whether setup has left parameters with other numbers of dims.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
         last_inside: Whether the last backward, of whichever module, stood inside, so that no step may follow, whatever
             the engine deferred.
@@ -50,6 +50,7 @@ class SetUpModule:
     module: nn.Module
     callable: nn.Module
     names: ParameterNames
+    dims: Sequence[int]
     forward: ForwardPrecision
     pretrained: PretrainedSaves
     partial_state: PartialStateDict
@@ -60,7 +61,6 @@ class SetUpModule:
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
-    dims_changed: bool = False
     inside_no_sync: bool = False
     last_inside: bool = False
 
@@ -107,7 +107,8 @@ class SetUpModule:
         """
         now = {id(parameter) for parameter in self.module.parameters()}
         held = any(id(parameter) in now for group in optimizer.param_groups for parameter in group["params"])
-        if self.dims_changed and len(optimizer.param_groups) > 1 and held:
+        changed = sorted(parameter.dim() for parameter in self.module.parameters()) != self.dims
+        if changed and len(optimizer.param_groups) > 1 and held:
             raise SetupError(
                 f"this {type(optimizer).__name__} has several groups of parameters that setup has flattened: whether "
                 "one was a matrix can no longer be seen, so groups may be wrong without a word; make the optimizer "

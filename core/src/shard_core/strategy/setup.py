@@ -119,7 +119,7 @@ class StrategySetup(StrategyLifecycle):
 
         Raises:
             SetupError: If no module with its parameters was set up, or it has several groups of parameters whose
-                numbers of dims are no longer those of the user's.
+                numbers of dims are not the user's just now.
         """
         known = self._registry.holder(optimizer)
         if known.optimizers:
@@ -231,6 +231,7 @@ class StrategySetup(StrategyLifecycle):
             module=module,
             callable=called,
             names=names,
+            dims=sorted(map(len, shapes)),
             forward=ForwardPrecision(called, self.precision, self.root_device.type),
             pretrained=pretrained,
             partial_state=partial,
@@ -243,7 +244,6 @@ class StrategySetup(StrategyLifecycle):
             ],
             untrained=untrained,
             frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
-            dims_changed=sorted(map(len, _shapes(module))) != sorted(map(len, shapes)),
         )
         for owner in dict.fromkeys((module, called)):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))

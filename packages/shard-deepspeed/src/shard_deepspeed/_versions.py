@@ -27,6 +27,13 @@ optimizer of stage 3: adding gradients up rather than replacing them, and bringi
 ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``ds_status`` of a parameter: its shard, and whether it is whole. They can
 go when DeepSpeed exposes a parameter's shard, and takes changed ones, in public.
 
+``applied_pre_backward_ref_cnt`` and ``ds_grads_remaining`` of a submodule: for how many backwards stage 3 gathers it,
+and when it lets go. They can go when a second backward through a graph finds parameters by itself.
+
+``persistent_parameters`` of the optimizer of stage 3, ``is_external_param`` of a parameter: what is whole between
+steps, once it was gathered, and what submodules do not let go of. They can go when that is so from the beginning, and
+when parameters without elements are gathered without others.
+
 ``parameter_offload``, ``param_numel_persistence_threshold``, ``reduce_and_partition_stream``, ``partition_gradients``,
 ``clip_grad`` and, by their options' names, further attributes of the optimizers of stages 1 to 3: with what they act.
 The engine's public methods repeat the configuration. They can go when DeepSpeed exposes what its parts were made with.
@@ -291,6 +298,36 @@ def full_shape(parameter: Any) -> tuple[int, ...]:
 def add_up(zero: Any) -> None:
     """Accumulate gradients of shards at stage 3 rather than replace what is there."""
     zero.micro_step_id = 1
+
+
+@contextlib.contextmanager
+def backwards_uncounted(module: torch.nn.Module) -> Iterator[None]:
+    """Keep a backward at stage 3 from counting: submodules are gathered for as many as there were forwards.
+
+    Args:
+        module: The engine's.
+    """
+    counts = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+    parts = [vars(part) for part in module.modules()]
+    before = [{name: part[name] for name in counts if name in part} for part in parts]
+    try:
+        yield
+    finally:
+        for part, counted in zip(parts, before, strict=True):
+            part.update(counted)
+
+
+def gather_persistent(zero: Any) -> None:
+    """Gather what is to be whole between uses at stage 3, and keep submodules from letting go of it.
+
+    DeepSpeed gathers it in forwards, lets go of it while it learns the order of submodules, and never gathers a
+    parameter without elements by itself, which it wants whole all the same.
+    """
+    persistent = zero.persistent_parameters
+    for parameter in persistent:
+        parameter.is_external_param = True
+    if persistent:
+        persistent[0].all_gather(persistent)
 
 
 def publish_shards(zero: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core import InvalidOption, SetupError, Strategy, UnsupportedPrecision
+from shard_core import SetupError, Strategy, UnsupportedPrecision
 from shard_core.backend import check_used_alike, fast_step, prepare_layers, send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
@@ -65,8 +65,6 @@ class DeepSpeedStrategy(Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Pass the module's parameters to an engine, and optimizers this rank's partitions of them."""
-        if self.config.zero_stage == 3:
-            _refuse_empty(module)
         prepare_layers(module, self.config)
         module.to(self.root_device)
         send_values(module)
@@ -137,15 +135,12 @@ class DeepSpeedStrategy(Strategy):
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
         """Run autograd, and average what it leaves; the loss may have come through several modules."""
         del module
-        if self.config.zero_stage == 3 and kwargs.get("retain_graph"):
-            raise InvalidOption(
-                "retain_graph was passed to backward, and stage 3 lets go of whole parameters while a backward runs, "
-                "so there is no second one through a forward; add the losses and call backward once, or take stage 1 "
-                "or 2."
-            )
         for zero in self._zero.values():
             zero.make_ready()
-        with self._translated():
+        with contextlib.ExitStack() as kept, self._translated():
+            if kwargs.get("retain_graph"):
+                for zero in self._zero.values():
+                    kept.enter_context(zero.graph_kept())
             loss.backward(**kwargs)
         check_used_alike([pair for zero in self._zero.values() for pair in zero.used()], self.collectives)
         for zero in self._zero.values():
@@ -244,12 +239,3 @@ class DeepSpeedStrategy(Strategy):
             zero.close()
         self._zero.clear()
         self._environment.close()
-
-
-def _refuse_empty(module: torch.nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.numel() == 0:
-            raise SetupError(
-                f"{name!r} has no elements, and DeepSpeed's stage 3 cannot shard it; leave it out of the module, or "
-                "take stage 1 or 2."
-            )

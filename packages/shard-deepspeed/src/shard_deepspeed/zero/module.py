@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shard_core import SetupError
 from shard_core.backend import LocalGradient, NoInferenceMode
 from shard_deepspeed import _versions
+from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
 from shard_deepspeed.zero.partitions import partitions, shard_part
 from shard_deepspeed.zero.trained_parameter import TrainedParameter
@@ -50,7 +51,7 @@ class ZeroModule:
             if is_trained(parameter):
                 part = self._layout.part(parameter)
                 self._trained[id(parameter)] = TrainedParameter(name=name, parameter=parameter, part=part)
-            elif stored is not None:
+            elif stored is not None and stored.numel():  # without elements it is whole on every rank
                 part = shard_part(parameter, stored, rank)
             else:
                 continue
@@ -63,8 +64,9 @@ class ZeroModule:
         ]
         if self._layout.lets_go:
             self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
+        # Before DeepSpeed's own, which gathers parameters of the module itself over what was written to them.
+        self._hooks.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
         self._hooks.append(NoInferenceMode(module))
-        self._hooks.append(module.register_forward_pre_hook(self._begin_forward))
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer steps parts of this module."""
@@ -83,18 +85,12 @@ class ZeroModule:
             names: The names they had before setup.
 
         Raises:
-            SetupError: If it has made state of parameters that were emptied.
+            SetupError: If it has made state of parameters whose values were away, and cannot be made again.
         """
-        for parameter, slots in optimizer.state.items():
-            for slot, value in slots.items():
-                if id(parameter) in self._trained and isinstance(value, torch.Tensor) and not value.numel():
-                    raise SetupError(
-                        f"this {type(optimizer).__name__} has made its state {slot!r} of parameters whose values stage "
-                        "3 has spread over ranks, and there is nothing in it; make the optimizer before setup and give "
-                        "both to setup_module_and_optimizers()."
-                    )
+        state = late_state(optimizer, {key: each.part.values for key, each in self._trained.items()})
         names.repoint([optimizer], self._module)
         self.adopt(optimizer)
+        optimizer.state.update(state)
 
     def lay_out(self, values: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
         """Slice a value of optimizer state to a part of this module; anything else is left alone.
@@ -155,6 +151,10 @@ class ZeroModule:
                 "gradients after the last backward, which is outside."
             )
 
+    def graph_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a backward that another one may follow through the same graph."""
+        return _versions.backwards_uncounted(self._module)
+
     def used(self) -> list[tuple[str, bool]]:
         """List what is trained by name, and whether this backward has used it, or one before that was deferred.
 
@@ -182,6 +182,7 @@ class ZeroModule:
         self.follow_gradients()
         if self._layout.lets_go:
             self.copy_writes()
+            _versions.gather_persistent(self.engine.optimizer)
 
     def follow_gradients(self) -> None:
         """Drop gradients that the module's parameters show no more."""

@@ -174,6 +174,7 @@ class Shards(Flat):
     def __init__(self, engine: Any, rank: int) -> None:
         super().__init__(engine, rank)
         self._gradients: dict[int, torch.Tensor] = {}
+        _versions.gather_persistent(self._zero)
 
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
         """Find this rank's shard and the memory of its gradient."""
@@ -197,6 +198,7 @@ class Shards(Flat):
 
     def make_ready(self, trained: Iterable[TrainedParameter]) -> None:
         """Zero what is not to be added to: DeepSpeed adds gradients up in one place."""
+        _versions.gather_persistent(self._zero)
         _versions.add_up(self._zero)
         for each in trained:
             if each.part.values.grad is None:

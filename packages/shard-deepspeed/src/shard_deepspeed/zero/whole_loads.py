@@ -48,11 +48,14 @@ class WholeLoads:
     ) -> None:
         """Set aside, before torch loads anything, what it has no room for."""
         self._waiting.pop(module, None)
-        if metadata.get("assign_to_params_buffers"):
-            return
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             value = state_dict.get(prefix + name)
+            if value is not None and metadata.get("assign_to_params_buffers"):
+                raise SetupError(
+                    f"load_state_dict() was given {prefix + name!r} to assign, and DeepSpeed's stage 3 would no longer "
+                    "know the parameter; leave assign at False."
+                )
             if id(parameter) not in self._parts or not _versions.is_away(parameter):
                 continue
             if not isinstance(value, torch.Tensor) or type(value) not in _PLAIN:
