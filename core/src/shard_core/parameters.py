@@ -69,7 +69,7 @@ class ParameterNames:
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         module: nn.Module | Mapping[str, torch.Tensor],
-        lay_out: Callable[[torch.Tensor, Any], Any] | None = None,
+        lay_out: Callable[[torch.Tensor, str, Any], Any] | None = None,
     ) -> None:
         """Point optimizers at the parameters a module has now instead of those it had.
 
@@ -80,7 +80,8 @@ class ParameterNames:
             optimizers: Optimizers made over the parameters the module had, or over those it has.
             module: The same module, with new parameters under the old names; or those parameters by these
                 names, where wrappers in the module hide them.
-            lay_out: Lays a value of optimizer state out like its new parameter; None for ``laid_out_like``.
+            lay_out: Lays optimizer state out like its new parameter, given that, the slot's name and the value; None
+                for ``laid_out_like``.
 
         Raises:
             SetupError: If an optimizer holds a parameter the module did not have.
@@ -90,7 +91,7 @@ class ParameterNames:
             if isinstance(module, nn.Module)
             else module
         )
-        lay_out = lay_out or laid_out_like
+        lay_out = lay_out or (lambda parameter, slot, value: laid_out_like(parameter, value))  # noqa: ARG005
         current = {id(parameter): parameter for parameter in now.values()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -101,7 +102,7 @@ class ParameterNames:
                 for old, new in replaced:
                     if old in optimizer.state:
                         optimizer.state[new] = {
-                            slot: lay_out(new, value) for slot, value in optimizer.state.pop(old).items()
+                            slot: lay_out(new, slot, value) for slot, value in optimizer.state.pop(old).items()
                         }
 
     def _known(self, parameter: torch.Tensor) -> str:

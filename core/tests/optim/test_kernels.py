@@ -156,3 +156,15 @@ def test_a_gradient_that_comes_late_is_stepped_as_torch_does(momentum: float) ->
         assert ours.param_groups[0]["fused"] is None
     for mine, theirs in zip(*(each.param_groups[0]["params"] for each in (ours, plain)), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_lists_leave_gradients_alone() -> None:
+    """Torch adds Nesterov's momentum to the gradients themselves when it steps lists of tensors."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=True)
+    for each in weights:
+        each.grad = torch.full((3,), 2.0)
+    for _ in range(2):
+        with fast_step(optimizer, torch.device("cpu"), ["foreach"]):
+            optimizer.step()
+    assert all(torch.equal(each.grad, torch.full((3,), 2.0)) for each in weights if each.grad is not None)

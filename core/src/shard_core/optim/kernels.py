@@ -104,7 +104,8 @@ def can_use_kernel(setting: Mapping[str, bool], optimizer: torch.optim.Optimizer
     """Return whether a group may use a kernel for its next step.
 
     It may not if it has chosen for itself, nor a fused one if only some of its parameters have met a gradient before:
-    torch's fused SGD fails there, its loops do not.
+    torch's fused SGD fails there, its loops do not. Nor lists under Nesterov's momentum, which torch adds to the
+    gradients themselves there: whoever looks at them after the step, or steps with them again, would find others.
 
     Args:
         setting: The kernel, as ``fastest_kernel`` returns it.
@@ -114,7 +115,7 @@ def can_use_kernel(setting: Mapping[str, bool], optimizer: torch.optim.Optimizer
     if not setting or not leaves_kernel_open(group):
         return False
     if not setting.get("fused"):
-        return True
+        return not group.get("nesterov")
     state = optimizer.state
     begun = {
         any(isinstance(slot, torch.Tensor) for slot in state.get(parameter, {}).values())

@@ -31,6 +31,12 @@ in the state dict of a module with units. Checked on torch_xla 2.9.0. They can g
 ``torch.Tensor._version``, ``_backward_hooks`` and ``_post_accumulate_grad_hooks``: whether a tensor was changed in
 place, and whether it has hooks. Checked on torch 2.9.0. They can go when there are public names for them.
 
+``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls layers again from
+there. Checked on torch 2.9.0. It can go when torch shows it in public.
+
+``torch._register_device_module``: registers what torch is to find as ``torch.xla``; without it
+``torch.utils.checkpoint`` fails on the device. Checked on torch 2.9.0. It can go when torch_xla registers its own.
+
 ``torch.nn.Module._parameters``: a shard stands there under its parameter's name, while the attribute of that name is
 the whole parameter, so that modules keep their own names. Checked on torch 2.9.0. It can go when the wrapper
 registers shards where parameters were.
@@ -38,6 +44,7 @@ registers shards where parameters were.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +57,21 @@ def runtime_is_started() -> bool:
     import torch_xla
 
     return bool(torch_xla._XLAC._xla_runtime_is_initialized())
+
+
+def inside_backward() -> bool:
+    """Return whether autograd is running a backward in this thread."""
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def register_device_module(module: types.ModuleType) -> None:
+    """Register what torch is to find as ``torch.xla``, unless there is such a module."""
+    import torch
+
+    if not hasattr(torch, "xla"):
+        torch._register_device_module("xla", module)
 
 
 def take_over_collectives(unit: Any, *, all_gather: Any, all_reduce: Any, reduce_scatter: Any, coalesce: bool) -> None:

@@ -16,7 +16,7 @@ from shard_core import plugins
 from shard_core.testing.processes.worlds import Worlds
 from shard_core.testing.programs.coverage import Coverage, Share
 from shard_core.testing.programs.grammar import draw
-from shard_core.testing.programs.judgement import Judgement, judge
+from shard_core.testing.programs.judgement import Judgement, judge, patience
 from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.memory import Memory
 from shard_core.testing.programs.script import script_of
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.program import Program
 
 VERDICTS = ("equal", "refused", "defect")
-_HANGS_WITHIN = 8.0
-"""While a hang is shrunk: what takes that long hangs, and a minute has room for a few of them."""
+_HANGS_WITHIN = 0.4
+"""Of the patience, while a hang is shrunk: what takes that long hangs, and a minute has room for a few of them."""
 _PARTICULARS = re.compile(r"'[^']*'|\d+(?:\.\d+)?")
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """What keeps strategies on the CPU, where the oracle computes."""
@@ -274,9 +274,9 @@ def _programs(
 
 
 def _shrunk(origin: str, program: Program, found: Judgement, worlds: Worlds) -> Defect:
-    timeout = {"timeout": _HANGS_WITHIN} if found.symptom == "hang" else {}
+    timeout = patience(program) * _HANGS_WITHIN if found.symptom == "hang" else None
     world = worlds(program.world_size, _HIDDEN)
-    smaller, judgement = shrink(program, found, lambda each: judge(each, world, **timeout))
+    smaller, judgement = shrink(program, found, lambda each: judge(each, world, timeout=timeout))
     return Defect(origin=origin, drawn=program, program=smaller, judgement=judgement)
 
 

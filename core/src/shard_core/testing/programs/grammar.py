@@ -37,6 +37,7 @@ LEFT_OUT = (
     "a closure where two optimizers share a module, or while gradients are deferred",
     "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
     "one outside: the contract refuses them",
+    "a fused optimizer made after setup, where torch has no fused kernels for the device: its constructor says so",
     "dropout where ranks share layers, or where the device has a generator of its own: the masks are theirs to define",
     "tensor-parallel strategies before or after a switch, which change the number of data ranks",
 )
@@ -218,7 +219,8 @@ def draw(seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str]
 def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance: random.Random) -> Program:
     """Draw everything but the operations."""
     shares_layers = any(option.name == "tensor_parallel_size" for option in card.options)
-    own_masks = shares_layers or "cpu" not in card.devices  # of a plan's styles, or of the device's own generator
+    own_kernels = "cpu" not in card.devices
+    own_masks = shares_layers or own_kernels  # of a plan's styles, or of the device's own generator
     known = [part for part in PARTS if not (own_masks and part == "dropout")]
     several = chance.random() < 0.15 and Capability.SEVERAL_MODULES in card.capabilities
     models = []
@@ -239,13 +241,17 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         )
         for number in range(1 + two)
     ]
+    optimizers = [_fused(spec, chance) for spec in optimizers]
+    late = chance.random() < 0.2
+    if late and own_kernels:
+        optimizers = [dataclasses.replace(spec, fused=False) for spec in optimizers]
     drawn = Program(
         seed=seed,
         strategy=strategy,
         world_size=world_size,
         models=tuple(models),
-        optimizers=tuple(_fused(spec, chance) for spec in optimizers),
-        late=chance.random() < 0.2,
+        optimizers=tuple(optimizers),
+        late=late,
         averaged=chance.random() < 0.08,
         options=_options(offered(strategy), chance),
     )

@@ -37,6 +37,7 @@ _IN_64 = 1e-7
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
 _TWINS, _TWINS_ALLOW = 3, 30.0
+_PATIENCE, _PATIENCE_OF_COMPILERS = 20.0, 120.0
 _SETTLES = 10.0
 """Rounding breaks a bound, jitter included, by less than this factor; float64 settles nothing beyond: a dtype that is
 wrong for float32 alone is right there."""
@@ -89,17 +90,18 @@ class Judgement:
     excess: float = 0.0
 
 
-def judge(program: Program, world: World, *, timeout: float = 20.0) -> Judgement:
+def judge(program: Program, world: World, *, timeout: float | None = None) -> Judgement:
     """Run a program on real ranks and hold what it shows to plain PyTorch.
 
     Args:
         program: What to run.
         world: Its ranks, ``program.world_size`` of them.
-        timeout: Seconds until a rank that has not returned counts as hung.
+        timeout: Seconds until a rank that has not returned counts as hung; by default what ``patience`` says.
 
     Returns:
         The verdict.
     """
+    timeout = patience(program) if timeout is None else timeout
     judgement = _judge(program, world, timeout)
     if not 0 < judgement.excess <= _SETTLES:
         return judgement
@@ -109,6 +111,12 @@ def judge(program: Program, world: World, *, timeout: float = 20.0) -> Judgement
         if exact.verdict == "equal" or (exact.verdict == "refused" and exact.at > judgement.at):
             return dataclasses.replace(judgement, verdict="equal", settled=True)
     return judgement
+
+
+def patience(program: Program) -> float:
+    """Return how many seconds a program may take: more where a strategy's devices compile every new shape of it."""
+    compiles = any("cpu" not in plugins.find(name).devices for name in _names(program))
+    return _PATIENCE_OF_COMPILERS if compiles else _PATIENCE
 
 
 def _judge(program: Program, world: World, timeout: float) -> Judgement:

@@ -23,9 +23,15 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "reduce_bucket_size": ("70",),
     "sub_group_size": ("100",),
     "param_persistence_threshold": ("0", "20"),
+    "auto_wrap_policy": ("{torch.nn.Linear}",),
+    "activation_checkpointing_policy": ("{torch.nn.Linear}",),
+    "shard_param_on_dim_0": ("True",),
+    "disable_reshard_on_root": ("False",),
 }
 _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": ("stage", 3)}
 """Options that act under some names of an engine alone, and are refused under its others."""
+_INSTEAD = {"auto_wrap_policy": "unit_bytes", "activation_checkpointing_policy": "activation_checkpointing"}
+"""Options that say in another way what another says, which is drawn where a strategy has it."""
 KINDS = ("sgd", "momentum", "nesterov", "adamw", "amsgrad", "rmsprop", "adagrad")
 """The kinds of optimizers."""
 FUSED = ("sgd", "momentum", "nesterov", "adamw", "amsgrad", "adagrad")
@@ -42,6 +48,7 @@ def offered(strategy: str) -> list[str]:
     card = plugins.find(strategy)
     free = {option.name for option in card.options} - card.presets.keys()
     free -= {name for name, (preset, value) in _NEEDS_PRESET.items() if card.presets.get(preset) != value}
+    free -= {name for name, other in _INSTEAD.items() if other in free}
     return [f"{name}={value}" for name, values in OPTIONS.items() if name in free for value in values]
 
 

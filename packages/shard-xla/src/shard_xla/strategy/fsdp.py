@@ -28,6 +28,7 @@ from shard_xla.strategy.module_hooks import FullParameterHooks
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names, take_whole_values
 from shard_xla.strategy.optimizers import check_stale_parameters, flat_value, repoint_to_shards
 from shard_xla.strategy.recompilation import RecompilationWatch
+from shard_xla.strategy.running_variance import correct_running_variances
 from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         check_on_host(names)
         send_values(module)
         tensors = ModuleTensors(module)
+        correct_running_variances(module)
         root = units.shard(module, self.config, rank=self.global_rank, world_size=self.world_size)
         tensors.tie_buffers()
         hooks = FullParameterHooks(root, {id(tensors.places[name].tensor): name for name in tensors.places})
@@ -102,9 +104,8 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
 
     def engine_lay_out_state(self, parameter: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
         """Slice whole values to this rank's shards."""
-        del slot
         for sharded in self._sharded.values():
-            value = flat_value(sharded.tensors, self.global_rank, parameter, value)
+            value = flat_value(sharded.tensors, self.global_rank, parameter, slot, value)
         return value
 
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -41,6 +41,7 @@ class FullParameterHooks:
         ]
         self._deferring = False
         self._prepared = False
+        self._outdated = False
         # Held by the module alone, so that both are freed at once.
         root.register_forward_pre_hook(self._before_forward)
         root.register_forward_hook(self._after_forward)
@@ -104,18 +105,20 @@ class FullParameterHooks:
             SetupError: If a whole parameter was changed instead.
         """
         for parameter in self._parameters:
-            parameter.follow_values()
+            # Whoever notices a change first, the next forward is to gather anew.
+            self._outdated |= parameter.follow_values()
 
     def _before_forward(self, root: nn.Module, args: Any) -> None:
         del root, args
-        changed = [parameter.follow_values() for parameter in self._parameters]
+        self.check_values()
         if torch.is_grad_enabled():
             for parameter in self._parameters:
                 parameter.follow_flag()
         # A change through ``data`` leaves no trace, so that only micro-batches of one step share what was gathered.
-        if not self._deferring or any(changed):
+        if not self._deferring or self._outdated:
             for unit in self._units:
                 _versions.forget_full_parameters(unit)
+            self._outdated = False
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         del root, args
@@ -129,8 +132,8 @@ class FullParameterHooks:
         if self._prepared:
             return
         self._prepared = True
+        self.check_values()
         for parameter in self._parameters:
-            parameter.follow_values()
             parameter.check_flag()
         self._drop_discarded()
         for parameter in self._parameters:

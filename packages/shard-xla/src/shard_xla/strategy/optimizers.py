@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     Optimizers = Sequence[torch.optim.Optimizer]
 
+COUNTER = "step"
+"""What torch's optimizers call a number of steps, which stays as it is; a parameter without dims has others alike."""
+
 
 def repoint_to_shards(optimizers: Optimizers, names: ParameterNames, own: ModuleTensors, rank: int) -> None:
     """Point optimizers at this rank's flat shards of the parameters they held."""
@@ -32,17 +35,17 @@ def repoint_to_devices(optimizers: Optimizers, names: ParameterNames, own: Modul
     names.repoint(optimizers, own.parameters, functools.partial(spread_value, mesh))
 
 
-def flat_value(own: ModuleTensors, rank: int, shard: torch.Tensor, value: Any) -> Any:
+def flat_value(own: ModuleTensors, rank: int, shard: torch.Tensor, slot: str, value: Any) -> Any:
     """Slice a rank's part out of optimizer state that was made for whole parameters."""
     whole = next((own.shape_of(name) for name, place in own.places.items() if place.tensor is shard), None)
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or tuple(value.shape) != whole:
+    if not isinstance(value, torch.Tensor) or slot == COUNTER or tuple(value.shape) != whole:
         return value
     return flat_part(value.to(shard.dtype) if value.is_floating_point() else value, shard, rank=rank)
 
 
-def spread_value(mesh: Mesh, parameter: torch.Tensor, value: Any) -> Any:
+def spread_value(mesh: Mesh, parameter: torch.Tensor, slot: str, value: Any) -> Any:
     """Shard optimizer state that was made on the host."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or slot == COUNTER or (value.dim() == 0 and parameter.dim() > 0):
         return value
     there = value.to(parameter.device, parameter.dtype if value.is_floating_point() else value.dtype)
     return spmd_sharding.shard_tensor(there, mesh) if value.shape == parameter.shape else there

@@ -9,6 +9,7 @@ import os
 import torch
 
 from shard_core import LaunchError, SetupError, StrategyUnavailable
+from shard_xla.strategy import device_module
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def start(strategy: str, *, devices: int | None, spmd: bool) -> None:
     os.environ["PJRT_DEVICE"] = kind
     # At every compilation XLA would warn that its partitioner is to be replaced, which no user can do anything about.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from shard_xla._versions import runtime_is_started
+    from shard_xla._versions import register_device_module, runtime_is_started
 
     if not runtime_is_started():
         os.environ["CPU_NUM_DEVICES"] = str(wanted)
@@ -84,6 +85,7 @@ def start(strategy: str, *, devices: int | None, spmd: bool) -> None:
             f"process of its own, or set CPU_NUM_DEVICES={wanted} before anything uses XLA."
         )
     _check_autograd(strategy, torch_xla.device())
+    register_device_module(device_module)
 
 
 def _check_autograd(strategy: str, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names
 from shard_xla.strategy.optimizers import check_stale_parameters, repoint_to_devices, spread_value
 from shard_xla.strategy.recompilation import RecompilationWatch
+from shard_xla.strategy.running_variance import correct_running_variances
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.units import check_classes
 
@@ -64,6 +65,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         check_on_host(names)
         check_classes(module, self.config)
         tensors = ModuleTensors(module)
+        correct_running_variances(module)
         spmd_sharding.to_device(module, self.root_device)
         for parameter in module.parameters():
             spmd_sharding.shard_tensor(parameter, self._devices)
@@ -83,8 +85,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
 
     def engine_lay_out_state(self, parameter: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
         """Spread whole values over the devices."""
-        del slot
-        spread: torch.Tensor = spread_value(self._devices, parameter, value)
+        spread: torch.Tensor = spread_value(self._devices, parameter, slot, value)
         return spread
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:

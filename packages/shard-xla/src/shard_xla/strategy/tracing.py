@@ -20,9 +20,17 @@ def stepping_lists(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     Args:
         optimizer: The user's. Inside, call ``step`` once.
     """
-    # Tried on the host, where nothing is compiled for it.
-    with fast_step(optimizer, torch.device("cpu"), ["foreach"]):
-        yield
+    # Torch has no fused kernel for this device, and says so in the step; the compiler fuses whatever is traced.
+    fused = [group for group in optimizer.param_groups if group.get("fused")]
+    for group in fused:
+        group["fused"] = None
+    try:
+        # Tried on the host, where nothing is compiled for it.
+        with fast_step(optimizer, torch.device("cpu"), ["foreach"]):
+            yield
+    finally:
+        for group in fused:
+            group["fused"] = True
     # On this device autograd does not see lists change, and would run a graph that is older than the step.
     torch.autograd.graph.increment_version(
         [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]

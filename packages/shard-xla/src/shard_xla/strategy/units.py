@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from shard_core import InvalidOption, SetupError
-from shard_core.plugins import nearest
+from shard_core.backend import prepare_layers
+from shard_core.plugins import LayerOptions, nearest
 from shard_xla import collectives
-from shard_xla._versions import register_in_place, shards_to_gather, take_over_collectives
+from shard_xla._versions import inside_backward, register_in_place, shards_to_gather, take_over_collectives
 
 if TYPE_CHECKING:
     from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
@@ -160,16 +164,47 @@ def _torn(module: nn.Module) -> Iterator[nn.Module]:
 def recompute(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> None:
     """Checkpoint the activations of submodules of the classes the user named, units or not.
 
+    Upstream's own runs a backward inside the backward for every call of a layer, and whole parameters are freed after
+    the first: the gradients of a layer that is called twice cannot be computed with it.
+
     Args:
         module: The whole module, not wrapped yet.
         config: The options.
     """
-    from torch_xla.distributed.fsdp import checkpoint_module
+    if config.activation_checkpointing_policy:
+        classes = tuple(config.activation_checkpointing_policy)
+        layers = [part for part in [*module.modules()][1:] if isinstance(part, classes)]
+        for layer in layers:
+            layer.forward = functools.partial(_fenced, layer.forward)
+        prepare_layers(module, LayerOptions(activation_checkpointing=classes))
+        for layer in layers:
+            layer.forward = _method(layer, layer.forward)
 
-    classes = config.activation_checkpointing_policy
-    for part in [*module.modules()][1:] if classes else []:
-        if isinstance(part, tuple(classes or ())):
-            checkpoint_module(part)
+
+def _method(layer: nn.Module, forward: Callable[..., Any]) -> types.MethodType:
+    """Return a function as a method: upstream takes no unit whose forward is none."""
+
+    def of_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        del layer
+        return forward(*args, **kwargs)
+
+    return types.MethodType(of_layer, layer)
+
+
+def _fenced(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer; when it computes again in backward, behind a fence: the compiler would compute it only once."""
+    if inside_backward():
+        import torch_xla.core.xla_model as xm
+
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves = [each.detach().requires_grad_(each.requires_grad) if _is_on_device(each) else each for each in leaves]
+        xm.optimization_barrier_([each for each in leaves if _is_on_device(each)])
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+    return forward(*args, **kwargs)
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
 
 def check_classes(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> None:
