@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import statistics
 import time
@@ -19,6 +18,7 @@ from shard_core.testing.programs.grammar import draw
 from shard_core.testing.programs.judgement import Judgement, judge, patience
 from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.memory import Memory
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.script import script_of
 from shard_core.testing.programs.shrinking import shrink
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from shard_core.plugins.info import StrategyInfo
-    from shard_core.testing.programs.program import Program
 
 VERDICTS = ("equal", "refused", "defect")
 _HANGS_WITHIN = 0.4
 """Of the patience, while a hang is shrunk: what takes that long hangs, and a minute has room for a few of them."""
+_STARTS_WITHIN = 120.0
 _PARTICULARS = re.compile(r"'[^']*'|\d+(?:\.\d+)?")
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """What keeps strategies on the CPU, where the oracle computes."""
@@ -194,7 +194,8 @@ def campaign(
     defect = None
     memory = Memory()
     with _ranks(worlds) as at_hand, _quiet():
-        at_hand(world_size, _HIDDEN).run(os.getpid)  # what starting ranks takes says nothing about programs
+        # What starting ranks and importing an engine take says nothing about programs.
+        judge(_nothing(strategy, world_size), at_hand(world_size, _HIDDEN), timeout=_STARTS_WITHIN)
         begun = time.monotonic()
         for origin, program in _programs(kept, range(seed, seed + count), strategy, world_size, names):
             if end is not None and time.monotonic() >= end:
@@ -271,6 +272,12 @@ def _programs(
     yield from kept.items()
     for seed in seeds:
         yield f"seed {seed}", draw(seed, strategy, world_size=world_size, others=others)
+
+
+def _nothing(strategy: str, world_size: int) -> Program:
+    """Return a program that ends with its setup."""
+    models, optimizers = (ModelSpec(parts=("linear",)),), (OptimizerSpec(),)
+    return Program(seed=0, strategy=strategy, world_size=world_size, models=models, optimizers=optimizers)
 
 
 def _shrunk(origin: str, program: Program, found: Judgement, worlds: Worlds) -> Defect:
