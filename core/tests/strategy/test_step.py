@@ -106,6 +106,20 @@ def test_clipping_ends_accumulation_with_denominators() -> None:
         strategy.backward(module(INPUT).sum(), module, denominator=4)
 
 
+@pytest.mark.parametrize(("precision", "denominator"), [("32-true", 4), ("16-mixed", None)])
+def test_gradients_of_the_last_step_are_not_added_to(precision: str, denominator: int | None) -> None:
+    strategy, module, optimizer = ready(precision=precision)
+    strategy.backward(1e-4 * module(INPUT).float().sum(), module, denominator=denominator)
+    assert strategy.optimizer_step(optimizer)
+    with pytest.raises(SetupError, match=r"backward\(\) after optimizer_step\(\) would add"):
+        strategy.backward(1e-4 * module(INPUT).float().sum(), module, denominator=denominator)
+    for parameter in module.parameters():
+        parameter.grad.zero_()
+    strategy.backward(1e-4 * module(INPUT).float().sum(), module, denominator=denominator)
+    scaled = torch.tensor([4e-4 * (1 if denominator else 65536)])
+    torch.testing.assert_close(module.bias.grad, scaled, rtol=1e-3, atol=0)
+
+
 def test_gradients_add_up_after_clipping_as_in_plain_pytorch() -> None:
     strategy, module, optimizer = ready()
     truth = copy.deepcopy(module)

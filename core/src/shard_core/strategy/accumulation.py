@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.errors import InvalidOption, SetupError
-from shard_core.gradients import LocalGradient, all_finite, scale
+from shard_core.gradients import LocalGradient, all_finite, local_gradients, scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +35,7 @@ class Accumulation:
         self._shown = False
         self._final = False
         self._finite = True
+        self._stepped = False
 
     @property
     def has_denominator(self) -> bool:
@@ -124,6 +125,27 @@ class Accumulation:
             factor *= data.size / total
         return factor
 
+    def check_zeroed(self, parameters: Iterable[torch.Tensor], collectives: Collectives) -> None:
+        """Check that no gradients are left of the last step where more would not add up with them.
+
+        Those were divided by denominators or unscaled; what a backward adds is yet to be.
+
+        Args:
+            parameters: Whose gradients.
+            collectives: Of all ranks, which call this alike.
+
+        Raises:
+            SetupError: If there are some on any rank.
+        """
+        if not self._stepped:
+            return
+        left = any(bool(each.tensor.any()) for each in local_gradients(parameters))
+        if collectives.any_true(left):
+            raise SetupError(
+                "backward() after optimizer_step() would add gradients that are yet to be divided by denominators, or "
+                "unscaled, to those of that step; call zero_grad() in between."
+            )
+
     def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record, after a backward, whether there are gradients to be seen: an engine may have deferred them.
 
@@ -133,22 +155,28 @@ class Accumulation:
         self._shown = _has_gradients(parameters)
 
     def reset_if_discarded(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Reset if the gradients of earlier backwards were to be seen and are gone without a step.
+        """Reset if the gradients of earlier backwards were to be seen and are gone.
 
         Args:
             parameters: Whose gradients.
         """
-        if self._shown and not _has_gradients(parameters):
+        if (self._shown or self._stepped) and not _has_gradients(parameters):
             self.reset()
 
     def reset(self) -> None:
-        """Forget all backwards, as after a step."""
+        """Forget all backwards, as where gradients are zeroed."""
         self._denominator = None
         self._loss_scale = 1.0
         self._backwards = 0
         self._shown = False
         self._final = False
         self._finite = True
+        self._stepped = False
+
+    def note_step(self) -> None:
+        """Forget all backwards; their gradients, divided and unscaled, stay until they are zeroed."""
+        self.reset()
+        self._stepped = True
 
 
 def _has_gradients(parameters: Iterable[torch.Tensor]) -> bool:

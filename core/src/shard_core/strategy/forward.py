@@ -23,7 +23,7 @@ class ForwardPrecision:
     It hooks into the module instead of wrapping it, so that names stay the user's own.
 
     Args:
-        module: The module users call.
+        module: The user's own, which ``unwrap`` returns too.
         precision: Which dtype where.
         device_type: Where the module runs.
     """

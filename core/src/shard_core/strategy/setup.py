@@ -232,7 +232,7 @@ class StrategySetup(StrategyLifecycle):
             callable=called,
             names=names,
             dims=sorted(map(len, shapes)),
-            forward=ForwardPrecision(called, self.precision, self.root_device.type),
+            forward=ForwardPrecision(module, self.precision, self.root_device.type),
             pretrained=pretrained,
             partial_state=partial,
             layer_calls=calls,

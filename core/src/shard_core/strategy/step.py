@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,8 +103,11 @@ class StrategyStep(StrategySetup):
         scaler = self.precision.scaler
         factor = scaler.begin_backward() if scaler else 1.0
         reached = [known, *self._also_reached(loss, known, denominator)]
-        for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
+        for trained, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
+            parameters: Iterable[torch.Tensor] = list(trained)
             accumulation.reset_if_discarded(parameters)
+            if denominator is not None or scaler is not None:
+                accumulation.check_zeroed(parameters, self.collectives)
             accumulation.add(denominator, factor)
         self._registry.note_backward()
         self._in_backward = True
@@ -194,7 +197,7 @@ class StrategyStep(StrategySetup):
                 self.precision.scaler.record(finite=finite)
             if finite:
                 self.engine_step(optimizer, None, **kwargs)
-            known.optimizers[optimizer].reset()
+            known.optimizers[optimizer].note_step()
             return finite
         self._require(Capability.CLOSURE)
         if self.precision.scaler is not None:
@@ -210,7 +213,7 @@ class StrategyStep(StrategySetup):
             return loss
 
         self.engine_step(optimizer, evaluate, **kwargs)
-        known.optimizers[optimizer].reset()
+        known.optimizers[optimizer].note_step()
         return True
 
     def _check_keywords(self, keywords: Mapping[str, Any]) -> None:

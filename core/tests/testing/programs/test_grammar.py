@@ -11,7 +11,7 @@ from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.parts import PARTS
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
-from shard_core.testing.programs.settings import KINDS, offered
+from shard_core.testing.programs.settings import KINDS, PRECISIONS, offered
 
 PLAIN = Program(seed=0, strategy="ddp", models=(ModelSpec(parts=("linear",)),), optimizers=(OptimizerSpec(),))
 BACKWARD = ops.Backward(key=1, rows=(2, 2))
@@ -44,6 +44,7 @@ def test_everything_is_drawn(drawn):
     assert ways == {(kind, how) for kind, hows in ops.WAYS.items() for how in hows}
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
     assert {each.kind for program in drawn for each in program.optimizers} == set(KINDS)
+    assert {program.precision for program in drawn} == set(PRECISIONS)
     assert {option for program in drawn for option in program.options} == set(offered("ddp"))
 
 
@@ -55,6 +56,36 @@ def test_an_option_is_drawn_where_it_acts():
 def test_an_option_that_nobody_wrote_here_is_illegal():
     assert legal(dataclasses.replace(PLAIN, options=("broadcast_buffers=False",)))
     assert not legal(dataclasses.replace(PLAIN, options=("broadcast_buffers=print()",)))
+
+
+SCALED = dataclasses.replace(PLAIN, precision="16-mixed")
+
+
+def test_what_a_gradient_scaler_forbids_is_illegal():
+    for operations in (
+        (ops.Closure(key=1, rows=(2, 2)),),
+        (BACKWARD, ops.ClipNorm(max_norm=1.0), BACKWARD),
+        (BACKWARD, ops.Step(), BACKWARD),
+    ):
+        assert legal(dataclasses.replace(PLAIN, operations=operations))
+        assert not legal(dataclasses.replace(SCALED, operations=operations))
+    assert legal(dataclasses.replace(SCALED, operations=(BACKWARD, BACKWARD, ops.Step(), ops.ZeroGrad(), BACKWARD)))
+
+
+def test_a_precision_that_is_not_listed_is_illegal():
+    assert not legal(dataclasses.replace(PLAIN, precision="16-true"))
+
+
+def test_a_program_goes_on_where_its_precision_is():
+    drawn = [draw(seed, "ddp", others=("deepspeed_stage_1",)) for seed in range(300)]
+    switches = {
+        each.strategy
+        for program in drawn
+        if program.precision == "64-true"
+        for each in program.operations
+        if isinstance(each, ops.Switch)
+    }
+    assert switches == {"ddp"}
 
 
 def test_programs_are_long(drawn):

@@ -13,11 +13,12 @@ from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Progra
 SEED = 5
 
 
-def oracle_of(*parts, ranks, averaged=False, **optimizer):
+def oracle_of(*parts, ranks, precision="32-true", averaged=False, **optimizer):
     program = Program(
         seed=SEED,
         strategy="ddp",
         world_size=ranks,
+        precision=precision,
         models=(ModelSpec(parts=parts),),
         optimizers=(OptimizerSpec(**optimizer),),
         averaged=averaged,
@@ -219,3 +220,30 @@ def test_what_is_shown_in_another_shape_is_not_gone_on_from():
     after = oracle.state()
     assert torch.equal(after["weights.0.head.weight"], before)
     assert torch.equal(after["weights.0.head.bias"], torch.full((3,), 7.0))
+
+
+def test_mixed_is_autocast_over_float32_at_the_mean_of_all_ranks():
+    oracle = oracle_of("linear", "norm", ranks=2, precision="bf16-mixed")
+    model = model_of("linear", "norm")
+    shown = oracle.play(ops.Backward(key=1, rows=(2, 2)))
+    for rank in range(2):
+        given = batch(1, rank, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(given)
+        assert output.dtype == torch.bfloat16
+        loss = loss_of(output, given)
+        (loss / 2).backward()
+        assert torch.equal(shown[rank]["loss"], loss)
+    for name, gradient in oracle.play(ops.ShowGradients())[0]["gradients"].items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+def test_a_step_is_skipped_where_a_gradient_overflows_and_the_factor_halved():
+    oracle = oracle_of("linear", ranks=2, precision="16-mixed")
+    oracle.play(ops.Backward(key=1, rows=(2, 2)))
+    before = oracle.state()
+    oracle.models[0].head.weight.grad[0, 0] = float("inf")
+    assert oracle.play(ops.ClipValue(value=1.0)) == [{}, {}]
+    after = oracle.play(ops.Step())[0]
+    assert after["stepped"] is False
+    assert all(torch.equal(after[name], value) for name, value in before.items() if name.startswith("weights"))

@@ -20,6 +20,7 @@ from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.memory import Memory
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.script import script_of
+from shard_core.testing.programs.settings import splits_layers
 from shard_core.testing.programs.shrinking import shrink
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def others_of(info: StrategyInfo, world_size: int, device: str = "cpu") -> tuple
     Returns:
         Names, without the strategy's own. None if it shares layers, or for one rank: data ranks stay as many.
     """
-    if world_size == 1 or _shares_layers(info):
+    if world_size == 1 or splits_layers(info):
         return ()
     able = [each.info for each in plugins.installed() if each.info is not None and each.problem is None]
     return tuple(
@@ -258,12 +259,8 @@ def others_of(info: StrategyInfo, world_size: int, device: str = "cpu") -> tuple
         if each.name != info.name
         and device in each.devices
         and (each.max_ranks is None or each.max_ranks >= world_size)
-        and not _shares_layers(each)
+        and not splits_layers(each)
     )
-
-
-def _shares_layers(info: StrategyInfo) -> bool:
-    return any(option.name == "tensor_parallel_size" for option in info.options)
 
 
 def _programs(

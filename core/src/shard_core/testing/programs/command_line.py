@@ -15,6 +15,7 @@ from shard_core.testing.programs.campaign import VERDICTS, campaign, replay
 from shard_core.testing.programs.grammar import legal
 from shard_core.testing.programs.parts import PARTS
 from shard_core.testing.programs.program import from_json
+from shard_core.testing.programs.settings import PRECISIONS
 from shard_core.testing.progress import progress
 
 if TYPE_CHECKING:
@@ -123,6 +124,11 @@ def program_from(path: Path) -> Program:
         if part not in PARTS:
             hint = nearest(part, PARTS) or ";"
             raise InvalidOption(f"{path}: {part!r} is no part of a model{hint} there are: {', '.join(PARTS)}.")
+    if program.precision not in PRECISIONS:
+        hint = nearest(program.precision, PRECISIONS) or ";"
+        raise InvalidOption(
+            f"{path}: {program.precision!r} is no precision of programs{hint} there are: {', '.join(PRECISIONS)}."
+        )
     if not legal(program):
         raise InvalidOption(
             f"{path}: its operations are not legal in plain PyTorch in their order, or name a module or an optimizer "

@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING
 
 from shard_core import plugins
 from shard_core.capability import Capability
+from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.parts import PARTS
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
-from shard_core.testing.programs.settings import FUSED, KINDS, OPTIONS, offered
+from shard_core.testing.programs.settings import (
+    APART,
+    EXACT,
+    FUSED,
+    KINDS,
+    OPTIONS,
+    PRECISIONS,
+    WHOLE,
+    offered,
+    splits_layers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,23 +36,10 @@ _NEEDS = {
     ops.ClipValue: Capability.CLIP_VALUE,
 }
 """What a strategy may lack; that it refuses then is a promise of its own."""
-_RARE = {"empty": 0.3}
+_RARE = {"empty": 0.3, "hooked_parameter": 0.2}
 """How often a part is drawn, where less often than the others."""
 
 _WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
-
-LEFT_OUT = (
-    "a backward with a denominator after one without it in the same step, or after gradients were clipped or kept",
-    "a batch without rows, unless the loss is a sum with a denominator",
-    "a denominator while a part is left out of the optimizer, or after it was added, until gradients are zeroed",
-    "a closure where two optimizers share a module, or while gradients are deferred",
-    "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
-    "one outside: the contract refuses them",
-    "a fused optimizer made after setup, where torch has no fused kernels for the device: its constructor says so",
-    "dropout where ranks share layers, or where the device has a generator of its own: the masks are theirs to define",
-    "tensor-parallel strategies before or after a switch, which change the number of data ranks",
-)
-"""What plain PyTorch allows or would allow, and programs never do."""
 
 
 @dataclasses.dataclass
@@ -64,6 +62,7 @@ class Situation:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self._scaled = POLICIES[program.precision].scaled
         self._added: frozenset[int] = frozenset()
         self._saved: frozenset[int] | None = None
         self._modules = [_Module() for _ in program.models]
@@ -79,7 +78,7 @@ class Situation:
             case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
                 allowed = not module.deferred
             case ops.Closure():
-                allowed = alone and not module.deferred
+                allowed = alone and not module.deferred and not self._scaled
             case ops.ZeroGrad(of_module=of_module, set_to_none=none):
                 allowed = (none and (of_module or (alone and not self._lacks_of(number)))) or not module.deferred
             case ops.Freeze(part=part):
@@ -99,7 +98,12 @@ class Situation:
     def _adds_up(self, operation: ops.Backward) -> bool:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""
         reached = self._reached(operation)
-        if max(reached) >= len(self._modules) or (operation.how == "contrastive" and len(set(operation.rows)) > 1):
+        if self._scaled and any(
+            self._modules[each].clipped or self._modules[each].stale for each in reached[: len(self._modules)]
+        ):
+            return False
+        contrasts = len(set(operation.rows)) == 1 and self._program.precision in EXACT
+        if max(reached) >= len(self._modules) or (operation.how == "contrastive" and not contrasts):
             return False
         if not operation.denominator:
             possible = 0 not in operation.rows
@@ -138,7 +142,9 @@ class Situation:
             case ops.ClipNorm() | ops.ClipValue():
                 module.clipped = True
             case ops.Step() | ops.Closure():
-                module.stale, module.denominator, module.clipped = True, None, False
+                module.stale = True
+                if [spec.module for spec in self._program.optimizers].count(number) == 1:
+                    module.denominator, module.clipped = None, False
             case ops.ZeroGrad(of_module=of_module):
                 if of_module or [spec.module for spec in self._program.optimizers].count(number) == 1:
                     self._modules[number] = _Module(deferred=module.deferred)
@@ -174,7 +180,7 @@ def legal(program: Program) -> bool:
 
 def _possible(program: Program) -> bool:
     """Check a program's options, models and optimizers."""
-    if any(option not in _WRITTEN for option in program.options):
+    if any(option not in _WRITTEN for option in program.options) or program.precision not in PRECISIONS:
         return False
     if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
         return False
@@ -185,6 +191,7 @@ def _may_lack(program: Program, spec: OptimizerSpec, part: str) -> bool:
     """Check that an optimizer may be made without a part of its module, which no other optimizer shares."""
     alone = [each.module for each in program.optimizers].count(spec.module) == 1
     # Torch 2.9's Adagrad has no state for a group that it was not made with.
+    alone = alone and not POLICIES[program.precision].scaled
     return alone and spec.kind != "adagrad" and part in program.models[spec.module].parts
 
 
@@ -203,6 +210,7 @@ def draw(seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str]
     chance = random.Random(f"{seed} {strategy} {world_size}")
     card = plugins.find(strategy)
     program = _frame(seed, strategy, world_size, card, chance)
+    others = [name for name in others if _can_go_on(program, plugins.find(name))]
     situation = Situation(program)
     operations: list[Operation] = []
     length = chance.randint(_SHORTEST, _LONGEST)
@@ -216,11 +224,16 @@ def draw(seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str]
     return dataclasses.replace(program, operations=tuple(operations))
 
 
+def _can_go_on(program: Program, card: StrategyInfo) -> bool:
+    """Check that a strategy has a program's precision and steps its optimizers."""
+    whole = any(spec.kind in WHOLE for spec in program.optimizers)
+    return program.precision in card.precisions and not (whole and Capability.ANY_OPTIMIZER not in card.capabilities)
+
+
 def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance: random.Random) -> Program:
     """Draw everything but the operations."""
-    shares_layers = any(option.name == "tensor_parallel_size" for option in card.options)
     own_kernels = "cpu" not in card.devices
-    own_masks = shares_layers or own_kernels  # of a plan's styles, or of the device's own generator
+    own_masks = splits_layers(card) or own_kernels  # of a plan's styles, or of the device's own generator
     known = [part for part in PARTS if not (own_masks and part == "dropout")]
     several = chance.random() < 0.15 and Capability.SEVERAL_MODULES in card.capabilities
     models = []
@@ -229,10 +242,13 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         parts = tuple(dict.fromkeys(chance.choices(known, weights, k=chance.randint(2, 5))))
         models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict"])))
     two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
+    # Torch's Adafactor divides by the number of elements.
+    divides = not any("empty" in model.parts for model in models) and Capability.ANY_OPTIMIZER in card.capabilities
+    kinds = [kind for kind in KINDS if kind not in WHOLE or divides]
     optimizers = [
         OptimizerSpec(
             module=number if several else 0,
-            kind=chance.choice(KINDS),
+            kind=chance.choice(kinds),
             groups=chance.choice([1, 1, 2]),
             maximize=chance.random() < 0.1,
             foreach=chance.choice([None, None, True, False]),
@@ -241,7 +257,8 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         )
         for number in range(1 + two)
     ]
-    optimizers = [_fused(spec, chance) for spec in optimizers]
+    precision = _precision(card, chance)
+    optimizers = [_fused(spec, precision, chance) for spec in optimizers]
     late = chance.random() < 0.2
     if late and own_kernels:
         optimizers = [dataclasses.replace(spec, fused=False) for spec in optimizers]
@@ -249,19 +266,27 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         seed=seed,
         strategy=strategy,
         world_size=world_size,
+        precision=precision,
         models=tuple(models),
         optimizers=tuple(optimizers),
         late=late,
-        averaged=chance.random() < 0.08,
+        averaged=chance.random() < 0.08 and precision in EXACT,
         options=_options(offered(strategy), chance),
     )
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
     return dataclasses.replace(drawn, optimizers=lacking)
 
 
-def _fused(spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
+def _precision(card: StrategyInfo, chance: random.Random) -> str:
+    """Draw a precision; mostly float32, where bounds are narrow and most programs are meant to be."""
+    known = [name for name in PRECISIONS if name in card.precisions and "cpu" in card.devices]
+    return chance.choice(known or ["32-true"]) if chance.random() < 0.3 else "32-true"
+
+
+def _fused(spec: OptimizerSpec, precision: str, chance: random.Random) -> OptimizerSpec:
     """Return an optimizer that may step in one fused kernel, which excludes ``foreach``."""
-    fused = spec.kind in FUSED and not spec.foreach and chance.random() < 0.2
+    wrong = precision == "bf16-true" and spec.kind in ("sgd", "momentum", "nesterov")
+    fused = spec.kind in FUSED and not spec.foreach and chance.random() < 0.2 and not wrong
     return dataclasses.replace(spec, fused=fused)
 
 
@@ -277,6 +302,8 @@ def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
     if chance.random() < 0.6:
         return ()
     drawn = chance.sample(offers, min(len(offers), chance.randint(1, 3)))
+    if set(drawn) >= APART:
+        drawn = [option for option in drawn if option not in APART]
     return tuple({option.partition("=")[0]: option for option in drawn}.values())
 
 

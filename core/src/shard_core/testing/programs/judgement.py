@@ -16,6 +16,7 @@ from shard_core.errors import RankFailed
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.observation import run
 from shard_core.testing.programs.oracle import Oracle
+from shard_core.testing.programs.precisions import rounding
 from shard_core.testing.programs.script import script_of
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ BOUNDS = {
     "weights": 1e-5, "averaged": 1e-5, "full": 1e-5, "state": 1e-4, "reduced": 1e-6, "rates": 1e-9, "rate": 1e-9,
     "stepped": 0.0, "generator": 0.0,
 }  # fmt: skip
-_IN_64 = 1e-7
-"""What bounds shrink by in float64, where rounding shrinks by 2e-9 and a defect stays."""
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
 _TWINS, _TWINS_ALLOW = 3, 30.0
@@ -43,7 +42,7 @@ _SETTLES = 10.0
 wrong for float32 alone is right there."""
 _SETS_RATES = (ops.ChangeLearningRate, ops.StepScheduler)
 #: What has its dtype from the precision.
-_DTYPES = ("weights", "gradients")
+_DTYPES = ("weights", "state", "gradients")
 #: What a rank shows that is the same on all, or its own; the rest is shown by rank 0 alone.
 _BY_EACH_RANK = (
     "loss",
@@ -182,13 +181,14 @@ def _compare(
 ) -> _Difference | None:
     """Hold every value that was shown to the oracle's; return the first that differs."""
     oracle = Oracle(program, traces[0].data_rank[1], _exchanges(program))
+    scale = max(rounding(name, program.precision) for name in _names(program))
     for at, truths in _truths(program, oracle, len(traces[0].shown)):
         for number, trace in enumerate(traces):
             if at + 1 >= len(trace.shown):
                 continue
             rank = trace.data_rank[0]
             truth = truths[rank] | {"generator": oracle.generators[rank]}
-            found = _differs(trace.shown[at + 1], truth, program, at, slack or {}, whole=number == 0)
+            found = _differs(trace.shown[at + 1], truth, at, slack or {}, scale, whole=number == 0)
             if found:
                 key, text, excess = found
                 text = f"rank {number}, {_name(program, at)} (operation {at}): {key} {text}"
@@ -205,10 +205,15 @@ def _truths(program: Program, oracle: Oracle, count: int) -> Iterator[tuple[int,
 
 
 def _differs(
-    shown: Values, truth: Values, program: Program, at: int, slack: Mapping[tuple[int, str], float], *, whole: bool
+    shown: Values,
+    truth: Values,
+    at: int,
+    slack: Mapping[tuple[int, str], float],
+    scale: float,
+    *,
+    whole: bool,
 ) -> tuple[str, str, float] | None:
     """Return the first value of one rank that differs after one operation: its key, how, and by what factor too far."""
-    scale = _IN_64 if program.precision == "64-true" else 1.0
     flat, true = _flat(shown), _flat(truth)
     largest: dict[str, float] = {}
     for key, value in true.items():
@@ -221,10 +226,12 @@ def _differs(
             continue
         if key not in flat:
             return key, "is missing", math.inf
-        if kind in _DTYPES and flat[key].dtype != value.dtype:
+        if kind in _DTYPES and value.numel() and flat[key].dtype != value.dtype:
             return key, f"is of {flat[key].dtype}, in plain PyTorch of {value.dtype}", math.inf
         near = largest.get(key.rpartition(".")[2] if kind == "state" else kind, 0.0)
         bound = BOUNDS[kind] * scale + _TWINS_ALLOW * slack.get((at, key), 0.0)
+        if kind == "gradients" and not bool(torch.as_tensor(value).isfinite().all()):
+            continue  # of a loss that was multiplied by too much; they are thrown away
         far = distance(flat[key], value, near * _LARGEST / max(BOUNDS[kind], 1e-30) if kind != "norm" else 0.0)
         if not far <= bound:
             return (
@@ -253,7 +260,7 @@ def _chaos(program: Program, traces: Sequence[Trace]) -> dict[tuple[int, str], f
         for _, moved in others:
             for truth, other in zip(truths, moved, strict=True):
                 for key, value in _flat(truth).items():
-                    far = distance(_flat(other)[key], value)
+                    far = distance(_flat(other).get(key, value), value)
                     if math.isfinite(far):
                         chaos[at, key] = max(chaos.get((at, key), 0.0), far)
         for each in (plain, *twins):
@@ -281,8 +288,13 @@ def distance(mine: Any, truth: Any, least: float = 0.0) -> float:
         return math.inf
     if torch.equal(own, true) or not true.numel():
         return 0.0
-    far = (own.double() - true.double()).abs().max().item()
-    return far / max(true.double().abs().max().item(), least, 1e-12) if far == far else math.inf  # noqa: PLR0124
+    finite = true.isfinite()
+    if not torch.equal(own.isfinite(), finite):
+        return math.inf
+    true, own = true.double()[finite], own.double()[finite]
+    if not true.numel():
+        return 0.0
+    return (own - true).abs().max().item() / max(true.abs().max().item(), least, 1e-12)
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,8 +102,8 @@ def tensors_of(output: Output) -> list[torch.Tensor]:
 
 
 def loss_of(output: Output, given: Batch, reduction: str = "mean") -> torch.Tensor:
-    """Compute the loss of a model's output: the mean over the rows, or with ``"sum"`` their sum."""
-    prediction, *auxiliary = tensors_of(output)
+    """Compute the loss of a model's output, in float32 at least: the mean over rows, or with ``"sum"`` their sum."""
+    prediction, *auxiliary = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in tensors_of(output))
     rows = (prediction - given.targets.to(prediction)).square().mean(1)
     rows = rows + sum(0.1 * each for each in auxiliary)
     return rows.sum() if reduction == "sum" else rows.mean()
@@ -111,7 +111,8 @@ def loss_of(output: Output, given: Batch, reduction: str = "mean") -> torch.Tens
 
 def contrast_of(mine: torch.Tensor, everyone: torch.Tensor, rank: int) -> torch.Tensor:
     """Compute the loss of telling each of a data rank's rows from those of all, of shape (ranks, rows, 3)."""
-    scores = mine @ everyone.flatten(0, 1).T
+    exact = torch.promote_types(mine.dtype, torch.float32)
+    scores = mine.to(exact) @ everyone.flatten(0, 1).to(exact).T
     own = torch.arange(len(mine), device=scores.device) + rank * len(mine)
     return nn.functional.cross_entropy(scores, own)
 

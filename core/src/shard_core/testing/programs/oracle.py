@@ -75,9 +75,7 @@ class Oracle(PlainRun):
     @_on_all.register(ops.Step)
     def _(self, operation: ops.Step) -> Values:
         self._divide(operation.optimizer)
-        self.optimizers[operation.optimizer].step()
-        self._counts[operation.optimizer] = Count()
-        return {"stepped": True} | self.state()
+        return self._step(operation.optimizer)
 
     @_on_all.register(ops.Closure)
     def _(self, operation: ops.Closure) -> Values:
@@ -86,9 +84,7 @@ class Oracle(PlainRun):
         module = self._program.optimizers[operation.optimizer].module
         plain = ops.Backward(module=module, key=operation.key, rows=operation.rows)
         self._each(lambda rank: self._backward(plain, rank))
-        optimizer.step()
-        self._counts[operation.optimizer] = Count()
-        return {"stepped": True} | self.state()
+        return self._step(operation.optimizer)
 
     @_on_all.register(ops.ZeroGrad)
     def _(self, operation: ops.ZeroGrad) -> Values:
@@ -223,7 +219,7 @@ class Oracle(PlainRun):
                 return {"loss": loss.detach(), "later": later.detach()}
             case "gradient":
                 output = tensors_of(self._run(module, given, rank, extra=operation.extra))[0]
-                self._add((output * 0.1 * given.targets.to(output)).sum())
+                self._add(output, gradient=0.1 * given.targets.to(output))
                 return {"loss": output.detach().sum()}
             case "through":
                 loss = loss_of(self._run(1, fed_back(given, self._run(0, given, rank)), rank), given, reduction)

@@ -255,6 +255,85 @@ class _Adapter(_Part):
         return torch.tanh(self.base(hidden) + self.up(self.down(hidden)))
 
 
+class _Padded(_Part):
+    """An embedding one of whose rows is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        out: torch.Tensor = self.layer(tokens)
+        return out
+
+
+class _Shared(_Part):
+    """A weight with three users."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second, self.third = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.second.weight = self.third.weight = self.first.weight
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        out: torch.Tensor = self.third(torch.tanh(self.second(torch.tanh(self.first(hidden)))))
+        return out
+
+
+class _Pair(_Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        return torch.tanh(self.layers[1](torch.tanh(self.layers[0](hidden))))
+
+
+class _Nested(_Part):
+    """Blocks inside blocks, of each class several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Pair() for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = hidden + block(hidden, tokens)
+        return hidden
+
+
+class _Spare(_Linear):
+    """A layer, and a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.randn(3, 2))
+
+
+class _Wide(_Part):
+    """A layer made in float64, which a precision casts like all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        return torch.tanh(self.layer(hidden.to(self.layer.weight.dtype))).to(hidden)
+
+
+class _HookedParameter(_Linear):
+    """A layer whose weight has a hook on its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.weight.register_hook(_halved)
+
+
+def _halved(gradient: torch.Tensor) -> torch.Tensor:
+    return 0.5 * gradient
+
+
 class _Counter(_Part):
     """A buffer that every forward moves on, and one that checkpoints leave out."""
 
@@ -306,5 +385,13 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "frozen": _Frozen,
     "adapter": _Adapter,
     "counter": _Counter,
+    "padded": _Padded,
+    "shared": _Shared,
+    "nested": _Nested,
+    "spare": _Spare,
+    "wide": _Wide,
+    "hooked_parameter": _HookedParameter,
 }
 """The parts by name."""
+SKIPPING = ("extra", "spare")
+"""Parts with parameters that some losses, or all, do not reach."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.testing.programs.model import Batch, Model, parameters_of
+from shard_core.testing.programs.precisions import PlainPrecision, input_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,13 +20,30 @@ if TYPE_CHECKING:
 
 Values = dict[str, Any]
 
+_OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-6}),
+    "amsgrad": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-6, "amsgrad": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.005, "momentum": 0.5, "eps": 1e-3}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-6}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01, "eps": 1e-6}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01, "eps": 1e-6}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01, "eps": 1e-6}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 1}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.02}),
+}
+
 
 @dataclasses.dataclass(kw_only=True)
 class Count:
-    """What denominators add up to for one optimizer, and whether its gradients were divided by it."""
+    """What denominators add up to for one optimizer, whether its gradients were divided by it, and whether they fit."""
 
     total: float = 0.0
     divided: bool = False
+    fits: bool | None = None
 
 
 class PlainRun:
@@ -43,18 +61,18 @@ class PlainRun:
         self._ranks = range(ranks)
         self._exchanges = exchanges_buffers
         self._strategy = program.strategy
-        self._dtype = torch.float64 if program.precision == "64-true" else torch.float32
         self._saved: Any = None
         self._added: list[ops.AddGroup] = []
         self._build()
 
     def _build(self) -> None:
+        self._precision = PlainPrecision(self._strategy, self._program.precision, self._program.models)
         self._seed(self._program.seed)
         torch.set_rng_state(self.generators[0])
         self.models = [Model(*spec.parts, output=spec.output) for spec in self._program.models]
         self.generators[0] = torch.get_rng_state()
         for model in self.models:
-            model.to(self._dtype)
+            self._precision.convert(model)
         self.optimizers = [self._optimizer(spec) for spec in self._program.optimizers]
         self._schedulers = [
             torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if spec.scheduled else None
@@ -74,19 +92,9 @@ class PlainRun:
         more: dict[str, Any] = {"weight_decay": spec.weight_decay, "maximize": spec.maximize, "foreach": spec.foreach}
         if spec.fused:
             more["fused"] = True
-        match spec.kind:
-            case "sgd":
-                return torch.optim.SGD(groups, lr=0.05, **more)
-            case "momentum" | "nesterov":
-                return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=spec.kind == "nesterov", **more)
-            case "adamw":
-                return torch.optim.AdamW(groups, lr=0.01, eps=1e-6, **more)
-            case "amsgrad":
-                return torch.optim.Adam(groups, lr=0.01, eps=1e-6, amsgrad=True, **more)
-            case "rmsprop":
-                return torch.optim.RMSprop(groups, lr=0.005, momentum=0.5, eps=1e-3, **more)
-            case _:
-                return torch.optim.Adagrad(groups, lr=0.02, eps=1e-6, **more)
+        kind, keywords = _OPTIMIZERS[spec.kind]
+        optimizer: torch.optim.Optimizer = kind(groups, **keywords, **more)
+        return optimizer
 
     def _add_group(self, operation: ops.AddGroup) -> None:
         spec = self._program.optimizers[operation.optimizer]
@@ -126,7 +134,7 @@ class PlainRun:
                 if name in found and found[name].shape == value.shape:
                     value.copy_(found[name])
 
-    def jitter(self, generator: torch.Generator, size: float = 2e-7) -> None:
+    def jitter(self, generator: torch.Generator) -> None:
         """Move weights and gradients by about two units in the last place, to see how far results follow.
 
         A gradient that is exactly zero may be rounding elsewhere, so gradients move by the largest of all.
@@ -134,6 +142,7 @@ class PlainRun:
         parameters = [parameter for model in self.models for parameter in model.parameters() if parameter.numel()]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         largest = max([float(each.abs().max()) for each in gradients], default=0.0)
+        size = self._precision.jitter
         with torch.no_grad():
             for parameter in parameters:
                 parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator).to(parameter))
@@ -155,18 +164,41 @@ class PlainRun:
         return [together(shown)] * len(shown) if together else shown
 
     def _run(self, module: int, given: Batch, rank: int, *, extra: bool = False, method: str = "forward") -> Any:
-        """Run a method of a module as the strategy would: after an exchange of buffers, where its card says so."""
+        """Run a method of a module as the strategy would: after an exchange of buffers, where its card says so.
+
+        The precision's context stands around the module's own forward, and around no other method.
+        """
         if self._exchanges[self._strategy] and method != "unwrapped":
             if rank == 0:
                 self._sent.append([_buffers(model) for model in self.models])
             self._fill(module, self._sent[self._calls][module])
             self._calls += 1
-        model = self.models[module]
-        given = given._replace(inputs=given.inputs.to(self._dtype))
-        return model.score(given, extra) if method == "score" else model(given, extra)
+        model = self._precision.working(module, self.models[module])
+        given = given._replace(inputs=given.inputs.to(input_dtype(self._program.precision)))
+        if method == "score":
+            return model.score(given, extra)
+        with self._precision.forward():
+            return model(given, extra)
 
     def _add(self, loss: torch.Tensor, **keywords: Any) -> None:
-        (loss / len(self._ranks)).backward(**keywords)
+        self._precision.backward(self.models, loss, len(self._ranks), **keywords)
+
+    def _step(self, which: int) -> Values:
+        """Step an optimizer, unless the loss was multiplied by too large a factor."""
+        stepped = self._fits(which)
+        if stepped:
+            self.optimizers[which].step()
+        self._precision.record(stepped)
+        self._counts[which] = Count()
+        return {"stepped": stepped} | self.state()
+
+    def _fits(self, which: int) -> bool:
+        """Check once, before gradients are clipped, that none has overflowed where the loss is multiplied."""
+        count = self._counts[which]
+        if count.fits is None:
+            gradients = [each.grad for each in self._with_gradients(which) if each.grad is not None]
+            count.fits = self._precision.fits(gradients)
+        return count.fits
 
     def _note(self, operation: ops.Backward) -> None:
         """Count denominators, once for each backward."""
@@ -177,7 +209,8 @@ class PlainRun:
                     count.total += calls * sum(operation.rows[rank] for rank in self._ranks)
 
     def _divide(self, which: int) -> None:
-        """Make the sums of an optimizer's gradients those of the global mean, once."""
+        """Make the sums of an optimizer's gradients those of the global mean, once; look for overflows before."""
+        self._fits(which)
         count = self._counts[which]
         if count.total and not count.divided:
             for parameter in self._with_gradients(which):
@@ -205,13 +238,15 @@ class PlainRun:
     def _snapshot(self) -> Any:
         for number, buffers in enumerate(self._buffers[0]):
             self._fill(number, buffers)
-        return copy.deepcopy(([each.state_dict() for each in self._holders()], self.generators))
+        states = [each.state_dict() for each in self._holders()]
+        return copy.deepcopy((states, self.generators, self._precision.factor_now()))
 
     def _restore(self, saved: Any) -> None:
-        states, generators = copy.deepcopy(saved)
+        states, generators, factor = copy.deepcopy(saved)
         for holder, state in zip(self._holders(), states, strict=True):
             holder.load_state_dict(state)
         self.generators = generators
+        self._precision.restore(factor)
         for number in range(len(self.models)):
             self._spread(number)
 

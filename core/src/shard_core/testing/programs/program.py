@@ -27,7 +27,7 @@ class OptimizerSpec:
 
     Attributes:
         module: Whose parameters it steps.
-        kind: ``"sgd"``, ``"momentum"``, ``"nesterov"``, ``"adamw"``, ``"amsgrad"``, ``"rmsprop"`` or ``"adagrad"``.
+        kind: One of ``settings.KINDS``, such as ``"sgd"``.
         groups: 1, or 2: matrices, and the rest at another learning rate.
         maximize: Whether it goes uphill.
         foreach: Torch's keyword.

@@ -45,6 +45,12 @@ _OPTIMIZERS = {
     "amsgrad": "Adam({parameters}, lr=0.01, eps=1e-6, amsgrad=True{more})",
     "rmsprop": "RMSprop({parameters}, lr=0.005, momentum=0.5, eps=1e-3{more})",
     "adagrad": "Adagrad({parameters}, lr=0.02, eps=1e-6{more})",
+    "nadam": "NAdam({parameters}, lr=0.01, eps=1e-6{more})",
+    "radam": "RAdam({parameters}, lr=0.01, eps=1e-6{more})",
+    "adamax": "Adamax({parameters}, lr=0.01, eps=1e-6{more})",
+    "asgd": "ASGD({parameters}, lr=0.05, t0=1{more})",
+    "adadelta": "Adadelta({parameters}, lr=0.5{more})",
+    "adafactor": "Adafactor({parameters}, lr=0.02{more})",
 }
 
 

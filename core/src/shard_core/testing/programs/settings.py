@@ -9,6 +9,8 @@ from shard_core import plugins
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shard_core.plugins.info import StrategyInfo
+
 #: Options and values that change how a strategy computes and never what, as they are written in Python.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "unit_bytes": ("1", "1000"),
@@ -30,12 +32,43 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": ("stage", 3)}
 """Options that act under some names of an engine alone, and are refused under its others."""
+APART = {"contiguous_gradients=False", "reduce_scatter=False"}
+"""Options that a strategy refuses together."""
 _INSTEAD = {"auto_wrap_policy": "unit_bytes", "activation_checkpointing_policy": "activation_checkpointing"}
 """Options that say in another way what another says, which is drawn where a strategy has it."""
-KINDS = ("sgd", "momentum", "nesterov", "adamw", "amsgrad", "rmsprop", "adagrad")
-"""The kinds of optimizers."""
+KINDS = (
+    *("sgd", "momentum", "nesterov", "adamw", "amsgrad", "rmsprop", "adagrad"),
+    *("nadam", "radam", "adamax", "asgd", "adadelta", "adafactor"),
+)
+"""The kinds of optimizers. Not Rprop, which steps by the sign of a gradient, be it rounding; nor Muon and SparseAdam,
+which take some parameters only."""
+WHOLE = ("adafactor",)
+"""Those that look at whole tensors."""
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true")
+"""The precisions; "16-true" overflows in plain PyTorch, too."""
+EXACT = ("32-true", "64-true")
+"""Those that round nothing to 16 bits."""
 FUSED = ("sgd", "momentum", "nesterov", "adamw", "amsgrad", "adagrad")
 """Those that torch can compute in one kernel on the CPU."""
+
+LEFT_OUT = (
+    "a backward with a denominator after one without it in the same step, or after gradients were clipped or kept",
+    "a batch without rows, unless the loss is a sum with a denominator",
+    "a denominator while a part is left out of the optimizer, or after it was added, until gradients are zeroed",
+    "a closure where two optimizers share a module, or while gradients are deferred",
+    "a closure, or a backward between clipping and zeroed gradients, where torch's gradient scaler allows neither",
+    "Adafactor of a parameter without elements, by whose number torch divides",
+    "fused SGD of bfloat16 parameters, which torch 2.13 computes wrong on the CPU",
+    "averages of weights, and losses over all ranks' outputs, in 16 bits: how those add up is the engine's",
+    "a part left out of an optimizer under torch's gradient scaler, which unscales what an optimizer has",
+    "precision 16-true, and on devices other than the CPU all but 32-true",
+    "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
+    "one outside: the contract refuses them",
+    "a fused optimizer made after setup, where torch has no fused kernels for the device: its constructor says so",
+    "dropout where ranks share layers, or where the device has a generator of its own: the masks are theirs to define",
+    "tensor-parallel strategies before or after a switch, which change the number of data ranks",
+)
+"""What plain PyTorch allows or would allow, and programs never do."""
 
 
 def offered(strategy: str) -> list[str]:
@@ -50,6 +83,11 @@ def offered(strategy: str) -> list[str]:
     free -= {name for name, (preset, value) in _NEEDS_PRESET.items() if card.presets.get(preset) != value}
     free -= {name for name, other in _INSTEAD.items() if other in free}
     return [f"{name}={value}" for name, values in OPTIONS.items() if name in free for value in values]
+
+
+def splits_layers(card: StrategyInfo) -> bool:
+    """Return whether ranks may share layers under a strategy, whose sums they then add up in parts."""
+    return any(option.name == "tensor_parallel_size" for option in card.options)
 
 
 def options_for(strategy: str, options: Sequence[str]) -> list[str]:

@@ -84,6 +84,8 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 def _plainer(program: Program) -> Iterator[Program]:
     """List what has one option less, of the strategy or of an optimizer."""
+    if program.precision != "32-true":
+        yield dataclasses.replace(program, precision="32-true")
     for option in program.options:
         yield dataclasses.replace(program, options=tuple(each for each in program.options if each != option))
     if program.late:

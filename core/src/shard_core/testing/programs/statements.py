@@ -6,8 +6,12 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
+import torch
+
 from shard_core import plugins
 from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.parts import SKIPPING
+from shard_core.testing.programs.precisions import input_dtype
 from shard_core.testing.programs.settings import options_for
 
 if TYPE_CHECKING:
@@ -267,15 +271,16 @@ def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
 
 def _batch(program: Program, key: int, rows: tuple[int, ...]) -> str:
     count = f"{rows}[rank]" if len(set(rows)) > 1 else str(rows[0])
-    dtype = ", torch.float64" if program.precision == "64-true" else ""
-    return f"strategy.batch_to_device(batch({key}, rank, {count}{dtype}))"
+    dtype = input_dtype(program.precision)
+    more = "" if dtype == torch.float32 else f", {dtype}"
+    return f"strategy.batch_to_device(batch({key}, rank, {count}{more}))"
 
 
 def strategy_of(program: Program, name: str) -> str:
     """Write the call that makes a strategy, with the options of a program's that it has."""
     more = "" if program.precision == "32-true" else f", precision={program.precision!r}"
-    # A block that is not always called is what this option of strategies that have it is for.
-    skips = any("extra" in model.parts for model in program.models)
+    # Parameters that are not always used are what this option of strategies that have it is for.
+    skips = any(part in SKIPPING for model in program.models for part in model.parts)
     if skips and any(option.name == "find_unused_parameters" for option in plugins.find(name).options):
         more += ", find_unused_parameters=True"
     more += "".join(f", {option}" for option in options_for(name, program.options))
