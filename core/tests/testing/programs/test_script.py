@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from shard_core import plugins
 from shard_core.testing.programs.grammar import draw
 from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.script import script_of
