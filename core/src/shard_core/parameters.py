@@ -15,6 +15,10 @@ from shard_core.errors import SetupError
 #: Module attributes under which wrappers keep what they wrap; they never appear in a name.
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
+#: What torch's optimizers count beside a parameter, each in a tensor without dimensions. By its shape alone it could be
+#: state of a parameter that has no dimensions either, which one rank holds.
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+
 
 def plain_name(name: str) -> str:
     """Remove what compiling and activation checkpointing put into a name.

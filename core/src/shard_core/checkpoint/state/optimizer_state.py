@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from shard_core.checkpoint.format.json_fields import shown
 from shard_core.checkpoint.state.optimizer_record import KERNEL_CHOICES, OptimizerRecord
 from shard_core.errors import CheckpointCorrupted, CheckpointError
+from shard_core.parameters import COUNTERS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -219,7 +220,7 @@ class OptimizerTensors:
 
     def _is_stored(self, name: str, slot: str, value: Any) -> bool:
         """Return whether state is stored as a tensor, by full shapes alone: every layout comes to the same answer."""
-        return isinstance(value, torch.Tensor) and (value.dim() > 0 or (not self.shapes[name] and slot != "step"))
+        return isinstance(value, torch.Tensor) and (value.dim() > 0 or (not self.shapes[name] and slot not in COUNTERS))
 
     def _refuse_unknown_layout(self, name: str, slot: str, value: torch.Tensor) -> None:
         parameter = self._parameters[name]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shard_core import SetupError
-from shard_core.backend import LocalGradient, NoInferenceMode
+from shard_core.backend import COUNTERS, LocalGradient, NoInferenceMode
 from shard_deepspeed import _versions
 from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
@@ -254,7 +254,7 @@ def is_trained(parameter: Any) -> bool:
 
 def _slice(slot: str, value: Any, part: FlatPart) -> Any:
     """Slice a value of optimizer state to a part; what has not the parameter's shape is left alone."""
-    is_count = slot == "step" and not part.shape
+    is_count = slot in COUNTERS and not part.shape
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape or is_count:
         return value
     run = value.detach().reshape(-1)[part.start : part.start + part.values.numel()]
