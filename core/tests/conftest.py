@@ -51,7 +51,9 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sit
     before, after = Site(tmp_path / "before"), Site(tmp_path / "after")
     for site in (before, after):
         site.folder.mkdir()
-    monkeypatch.setattr(sys, "path", [str(before.folder), *sys.path, str(after.folder)])
+    # Undone as a whole, which an attribute set beside it would not be: a test may prepend other places.
+    monkeypatch.syspath_prepend(str(before.folder))
+    sys.path.append(str(after.folder))
     yield before, after
     for name, module in list(sys.modules.items()):
         if str(tmp_path) in str(getattr(module, "__file__", "")):
