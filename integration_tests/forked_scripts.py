@@ -36,8 +36,7 @@ class ForkedScripts:
             env=os.environ | _FORKS_SAFELY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
+            bufsize=0,  # what waited in a buffer, select would not see
         )
 
     def run(self, script: Path, environment: Mapping[str, str], seconds: float = 280) -> Ended:
@@ -54,7 +53,7 @@ class ForkedScripts:
         output = script.with_suffix(".output.txt")
         request = {"script": str(script), "environment": dict(environment), "output": str(output)}
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
         pid = int(self._answer())
         code: int | None = None
         if select.select([self._process.stdout], [], [], seconds)[0]:
@@ -70,7 +69,7 @@ class ForkedScripts:
 
     def _answer(self) -> str:
         assert self._process.stdout
-        return self._process.stdout.readline()
+        return self._process.stdout.readline().decode()
 
 
 def serve() -> None:
