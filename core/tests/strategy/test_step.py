@@ -120,6 +120,29 @@ def test_gradients_of_the_last_step_are_not_added_to(precision: str, denominator
     torch.testing.assert_close(module.bias.grad, scaled, rtol=1e-3, atol=0)
 
 
+def test_gradients_zeroed_by_hand_begin_a_step_of_several_backwards() -> None:
+    strategy, module, optimizer = ready()
+    for _ in range(2):
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        for _ in range(2):
+            strategy.backward(module(INPUT).sum(), module, denominator=4)
+        strategy.optimizer_step(optimizer)
+        torch.testing.assert_close(module.bias.grad, torch.ones(1))
+
+
+def test_gradients_left_on_another_rank_alone_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, module, optimizer = ready()
+    strategy.backward(module(INPUT).sum(), module, denominator=4)
+    strategy.optimizer_step(optimizer)
+    for parameter in module.parameters():
+        parameter.grad = None
+    monkeypatch.setattr(strategy.collectives, "any_true", lambda mine: True)
+    with pytest.raises(SetupError, match=r"backward\(\) after optimizer_step\(\) would add"):
+        strategy.backward(module(INPUT).sum(), module, denominator=4)
+
+
 def test_gradients_add_up_after_clipping_as_in_plain_pytorch() -> None:
     strategy, module, optimizer = ready()
     truth = copy.deepcopy(module)

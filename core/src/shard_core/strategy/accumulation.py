@@ -128,7 +128,8 @@ class Accumulation:
     def check_zeroed(self, parameters: Iterable[torch.Tensor], collectives: Collectives) -> None:
         """Check that no gradients are left of the last step where more would not add up with them.
 
-        Those were divided by denominators or unscaled; what a backward adds is yet to be.
+        Those were divided by denominators or unscaled; what a backward adds is yet to be. Costs nothing after a
+        ``zero_grad``, and a message where gradients were zeroed by hand: some ranks may not have done so.
 
         Args:
             parameters: Whose gradients.
@@ -145,6 +146,7 @@ class Accumulation:
                 "backward() after optimizer_step() would add gradients that are yet to be divided by denominators, or "
                 "unscaled, to those of that step; call zero_grad() in between."
             )
+        self._stepped = False
 
     def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record, after a backward, whether there are gradients to be seen: an engine may have deferred them.
@@ -155,12 +157,12 @@ class Accumulation:
         self._shown = _has_gradients(parameters)
 
     def reset_if_discarded(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Reset if the gradients of earlier backwards were to be seen and are gone.
+        """Reset if the gradients of earlier backwards were to be seen and are gone without a step.
 
         Args:
             parameters: Whose gradients.
         """
-        if (self._shown or self._stepped) and not _has_gradients(parameters):
+        if self._shown and not _has_gradients(parameters):
             self.reset()
 
     def reset(self) -> None:

@@ -12,7 +12,7 @@ from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -64,12 +64,12 @@ class SetUpModule:
     inside_no_sync: bool = False
     last_inside: bool = False
 
-    def accumulations(self) -> Iterator[tuple[Iterable[torch.Tensor], Accumulation]]:
+    def accumulations(self) -> Iterator[tuple[list[torch.Tensor], Accumulation]]:
         """Yield parameters and what their gradients still need: each optimizer's, or else the module's."""
         for optimizer, accumulation in self.optimizers.items():
-            yield (parameter for group in optimizer.param_groups for parameter in group["params"]), accumulation
+            yield [parameter for group in optimizer.param_groups for parameter in group["params"]], accumulation
         if not self.optimizers:
-            yield self.module.parameters(), self.unstepped
+            yield list(self.module.parameters()), self.unstepped
 
     def note_zeroed(self) -> None:
         """Forget what the module's gradients still needed: they begin anew."""

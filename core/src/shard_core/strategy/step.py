@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,11 +103,10 @@ class StrategyStep(StrategySetup):
         scaler = self.precision.scaler
         factor = scaler.begin_backward() if scaler else 1.0
         reached = [known, *self._also_reached(loss, known, denominator)]
-        for trained, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
-            parameters: Iterable[torch.Tensor] = list(trained)
-            accumulation.reset_if_discarded(parameters)
+        for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
             if denominator is not None or scaler is not None:
                 accumulation.check_zeroed(parameters, self.collectives)
+            accumulation.reset_if_discarded(parameters)
             accumulation.add(denominator, factor)
         self._registry.note_backward()
         self._in_backward = True
