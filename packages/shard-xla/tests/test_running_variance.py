@@ -9,6 +9,7 @@ from torch.utils import checkpoint
 from xla_stories import FSDP, SPMD
 
 from shard_core import get_strategy
+from shard_xla.strategy.running_variance import correct_running_variances
 
 
 class Norms(nn.Module):
@@ -75,6 +76,15 @@ def test_running_variances_are_of_unbiased_variances(worlds, name, size, environ
     shown = worlds(size, environment).run(forwards, name)[0]
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(shown[key], value, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_layers_brought_back_to_the_host_are_torchs_own():
+    model, plain = Norms(), Norms()
+    correct_running_variances(model)
+    for inputs in batches():
+        model(inputs)
+        plain(inputs)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
 @pytest.mark.parametrize(("name", "size", "environment"), [FSDP, SPMD], ids=["xla_fsdp", "xla_spmd"])

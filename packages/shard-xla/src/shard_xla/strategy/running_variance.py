@@ -34,9 +34,10 @@ class _Correction:
         self._old: Tensor | None = None
 
     def before(self, layer: Any, args: Any) -> None:
-        """Keep the variance if this forward is to change it."""
+        """Keep the variance if this forward is to change it, and on XLA's device: on the host it is right already."""
         del args
-        self._old = layer.running_var.detach().clone() if layer.training else None
+        variance = layer.running_var
+        self._old = variance.detach().clone() if layer.training and variance.device.type == "xla" else None
 
     def after(self, layer: Any, args: Any, output: Tensor) -> None:
         """Make n / (n - 1) times what came in of it."""
