@@ -194,7 +194,8 @@ class FullySharder:
         self._drop_discarded()
         for sharded in self._gradients:
             for part in sharded.modules():
-                freeze_unsharded(part)
+                if isinstance(part, FSDPModule):
+                    freeze_unsharded(part)
         for each in self._gradients.values():  # the loss may have come through several modules
             each.hide()
         for sync in self._syncs.values():
