@@ -1,0 +1,130 @@
+"""What is pending in a program, by which its next operation is legal in plain PyTorch or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from shard_core.precision.policies import POLICIES
+from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.settings import EXACT
+
+if TYPE_CHECKING:
+    from shard_core.testing.programs.operations import Operation
+    from shard_core.testing.programs.program import Program
+
+
+@dataclasses.dataclass
+class _Module:
+    """What is pending for one module."""
+
+    deferred: bool = False
+    denominator: bool | None = None
+    clipped: bool = False
+    stale: bool = False
+
+
+class Situation:
+    """Follows a program and says what may come next.
+
+    Args:
+        program: Its models and optimizers; operations are told one by one.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._scaled = POLICIES[program.precision].scaled
+        self._added: frozenset[int] = frozenset()
+        self._saved: frozenset[int] | None = None
+        self._modules = [_Module() for _ in program.models]
+
+    def allows(self, operation: Operation) -> bool:
+        """Check whether plain PyTorch, with what the contract adds to it, allows an operation now."""
+        number = self._module_of(operation)
+        module = self._modules[number]
+        alone = [spec.module for spec in self._program.optimizers].count(number) == 1
+        match operation:
+            case ops.Backward():
+                allowed = self._adds_up(operation)
+            case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
+                allowed = not module.deferred
+            case ops.Closure():
+                allowed = alone and not module.deferred and not self._scaled
+            case ops.ZeroGrad(of_module=of_module, set_to_none=none):
+                allowed = (none and (of_module or (alone and not self._lacks_of(number)))) or not module.deferred
+            case ops.Freeze(part=part):
+                allowed = part in self._program.models[number].parts
+            case ops.StepScheduler(optimizer=which):
+                allowed = self._program.optimizers[which].scheduled
+            case ops.AddGroup(optimizer=which):
+                allowed = self._lacks(which)
+            case ops.UpdateAverage() | ops.ShowAverage():
+                allowed = self._program.averaged
+            case ops.Load():
+                allowed = self._saved == self._added
+            case _:
+                allowed = True
+        return allowed
+
+    def _adds_up(self, operation: ops.Backward) -> bool:
+        """Check that a backward's losses add up to what is pending in all modules that it comes through."""
+        reached = _reached(operation)
+        if max(reached) >= len(self._modules):
+            return False
+        final = any(self._modules[each].stale or self._modules[each].clipped for each in reached)
+        if final and (self._scaled or operation.denominator):
+            return False
+        if operation.how == "contrastive" and (len(set(operation.rows)) > 1 or self._program.precision not in EXACT):
+            return False
+        if not operation.denominator:
+            possible = 0 not in operation.rows
+        else:
+            lacks = any(self._lacks_of(each) for each in reached)
+            possible = operation.how not in ("gradient", "contrastive") and not lacks
+        return possible and all(self._modules[each].denominator in (None, operation.denominator) for each in reached)
+
+    def _lacks_of(self, number: int) -> bool:
+        return any(self._lacks(which) for which, spec in enumerate(self._program.optimizers) if spec.module == number)
+
+    def _lacks(self, which: int) -> bool:
+        """Check whether an optimizer is still without the part that it was made without."""
+        return bool(self._program.optimizers[which].without) and which not in self._added
+
+    def _module_of(self, operation: Operation) -> int:
+        """Return the number of the module that an operation is about."""
+        if isinstance(operation, ops.ZeroGrad) and operation.of_module:
+            return operation.which
+        which = operation.which if isinstance(operation, ops.ZeroGrad) else getattr(operation, "optimizer", None)
+        return int(getattr(operation, "module", 0)) if which is None else self._program.optimizers[which].module
+
+    def follow(self, operation: Operation) -> None:
+        """Go on to after an operation that is allowed."""
+        number = self._module_of(operation)
+        module = self._modules[number]
+        match operation:
+            case ops.Backward(denominator=denominator, deferred=deferred):
+                for each in _reached(operation):
+                    self._modules[each].denominator, self._modules[each].deferred = denominator, deferred
+            case ops.ClipNorm() | ops.ClipValue():
+                module.clipped = True
+            case ops.Step() | ops.Closure():
+                module.stale = True
+                if [spec.module for spec in self._program.optimizers].count(number) == 1:
+                    module.denominator, module.clipped = None, False
+            case ops.ZeroGrad(of_module=of_module):
+                if of_module or [spec.module for spec in self._program.optimizers].count(number) == 1:
+                    self._modules[number] = _Module(deferred=module.deferred)
+            case ops.AddGroup(optimizer=which):
+                self._added |= {which}
+                module.stale = True
+            case ops.Save():
+                self._saved = self._added
+            case ops.Switch():
+                self._modules = [_Module() for _ in self._modules]
+            case _:
+                pass
+
+
+def _reached(operation: ops.Backward) -> list[int]:
+    """List the modules that a loss comes through."""
+    return [0, 1] if operation.how == "through" else [operation.module]
