@@ -25,7 +25,7 @@ from mutated_ranks import MutatedWorld, TracedWorld
 
 from shard_core import plugins
 from shard_core.testing.programs import Judgement, Program, draw, judge
-from shard_core.testing.programs.campaign import _quiet, others_of
+from shard_core.testing.programs.campaign import others_of, quiet
 from shard_core.testing.programs.kept import kept_programs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -342,7 +342,7 @@ def main() -> None:
     known = originals(given.ledger.with_suffix(".originals.json"), given.drawn)
     judgements = _ledger(given.ledger)
     chosen = drawn(given.count, given.seed)
-    with given.ledger.open("a") as ledger, _quiet():
+    with given.ledger.open("a") as ledger, quiet():
         for mutant in chosen:
             key = _key(dataclasses.asdict(mutant))
             open_still = given.again and judgements.get(key, {}).get("verdict") in ("survived", "not reached")

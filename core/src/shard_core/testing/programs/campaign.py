@@ -194,7 +194,7 @@ def campaign(
     end = time.monotonic() + 60 * minutes if minutes is not None else None
     defect = None
     memory = Memory()
-    with _ranks(worlds) as at_hand, _quiet():
+    with _ranks(worlds) as at_hand, quiet():
         # What starting ranks and importing an engine take says nothing about programs.
         judge(_nothing(strategy, world_size), at_hand(world_size, _HIDDEN), timeout=_STARTS_WITHIN)
         begun = time.monotonic()
@@ -235,7 +235,7 @@ def replay(program: Program) -> Judgement:
     Raises:
         UnknownStrategy: If nobody offers a strategy that it names.
     """
-    with _ranks(None) as worlds, _quiet():
+    with _ranks(None) as worlds, quiet():
         return judge(program, worlds(program.world_size, _HIDDEN))
 
 
@@ -261,6 +261,23 @@ def others_of(info: StrategyInfo, world_size: int, device: str = "cpu") -> tuple
         and (each.max_ranks is None or each.max_ranks >= world_size)
         and not splits_layers(each)
     )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Compute on one thread, since ranks want the others, and hush what torch says of odd programs."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            # Odd places are what programs are for.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _programs(
@@ -295,20 +312,3 @@ def _ranks(worlds: Worlds | None) -> Iterator[Worlds]:
         yield own
     finally:
         own.close()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Compute on one thread, since ranks want the others, and hush what torch says of odd programs."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with warnings.catch_warnings():
-            # Odd places are what programs are for.
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            warnings.filterwarnings("ignore", "Full backward hook is firing")
-            yield
-    finally:
-        torch.set_num_threads(threads)

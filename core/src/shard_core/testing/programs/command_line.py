@@ -218,7 +218,7 @@ def _print(report: Report, file: str | None) -> None:
     found = "a defect" if report.defect else "no defect"
     summed = f"{report.count} program{'s' * (report.count != 1)}{kept}, {found}"
     if not report.passed and not report.defect:
-        console.print("Nine in ten programs or more were refused, which says nothing of what the strategy computes.")
+        console.print("More than nine in ten programs were refused, which says nothing of what the strategy computes.")
     console.print(f"{report.strategy} on {ranks}: {summed}; the next seed is {report.next_seed}.")
 
 

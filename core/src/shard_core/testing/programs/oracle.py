@@ -32,25 +32,22 @@ class Oracle(PlainRun):
         """Return what each data rank should show after an operation."""
         self._sent = []
         match operation:
+            case ops.Backward(how="contrastive"):
+                shown = self._contrasted(operation)
             case ops.Backward():
                 self._note(operation)
-                contrasts = operation.how == "contrastive"
-                return (
-                    self._contrasted(operation)
-                    if contrasts
-                    else self._each(lambda rank: self._backward(operation, rank))
-                )
+                shown = self._each(lambda rank: self._backward(operation, rank))
             case ops.Forward():
-                return self._each(lambda rank: self._forward(operation, rank))
+                shown = self._each(lambda rank: self._forward(operation, rank))
             case ops.Evaluate():
-                return self._each(lambda rank: self._evaluate(operation, rank), together=_interleaved)
+                shown = self._each(lambda rank: self._evaluate(operation, rank), together=_interleaved)
             case ops.ShowAverage():
-                return self._evaluated_average(operation)
+                shown = self._evaluated_average(operation)
             case ops.Reduce():
-                return [self._reduced(operation)] * len(self._ranks)
+                shown = [self._reduced(operation)] * len(self._ranks)
             case _:
-                shown = self._on_all(operation)
-                return [shown] * len(self._ranks)
+                shown = [self._on_all(operation)] * len(self._ranks)
+        return shown
 
     @functools.singledispatchmethod
     def _on_all(self, operation: Operation) -> Values:
