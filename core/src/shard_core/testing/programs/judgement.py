@@ -13,6 +13,7 @@ import torch
 
 from shard_core import plugins
 from shard_core.errors import RankFailed
+from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.observation import run
 from shard_core.testing.programs.oracle import Oracle
@@ -182,13 +183,15 @@ def _compare(
     """Hold every value that was shown to the oracle's; return the first that differs."""
     oracle = Oracle(program, traces[0].data_rank[1], _exchanges(program))
     scale = max(rounding(name, program.precision) for name in _names(program))
+    scaled = POLICIES[program.precision].scaled
     for at, truths in _truths(program, oracle, len(traces[0].shown)):
         for number, trace in enumerate(traces):
             if at + 1 >= len(trace.shown):
                 continue
             rank = trace.data_rank[0]
             truth = truths[rank] | {"generator": oracle.generators[rank]}
-            found = _differs(trace.shown[at + 1], truth, at, slack or {}, scale, whole=number == 0)
+            shown = trace.shown[at + 1]
+            found = _differs(shown, truth, at, slack or {}, scale, whole=number == 0, scaled=scaled)
             if found:
                 key, text, excess = found
                 text = f"rank {number}, {_name(program, at)} (operation {at}): {key} {text}"
@@ -212,6 +215,7 @@ def _differs(
     scale: float,
     *,
     whole: bool,
+    scaled: bool,
 ) -> tuple[str, str, float] | None:
     """Return the first value of one rank that differs after one operation: its key, how, and by what factor too far."""
     flat, true = _flat(shown), _flat(truth)
@@ -230,7 +234,7 @@ def _differs(
             return key, f"is of {flat[key].dtype}, in plain PyTorch of {value.dtype}", math.inf
         near = largest.get(key.rpartition(".")[2] if kind == "state" else kind, 0.0)
         bound = BOUNDS[kind] * scale + _TWINS_ALLOW * slack.get((at, key), 0.0)
-        if kind == "gradients" and not bool(torch.as_tensor(value).isfinite().all()):
+        if scaled and kind == "gradients" and not bool(torch.as_tensor(value).isfinite().all()):
             continue  # of a loss that was multiplied by too much; they are thrown away
         far = distance(flat[key], value, near * _LARGEST / max(BOUNDS[kind], 1e-30) if kind != "norm" else 0.0)
         if not far <= bound:
