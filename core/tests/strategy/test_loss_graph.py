@@ -100,6 +100,7 @@ def test_no_graph_is_searched_where_gradients_need_nothing_more(monkeypatch: pyt
         (first, _), (second, optimizer) = (set_up(strategy, module) for module in make())
         strategy.backward(second(first(batch(0))).mean(), second)
         strategy.optimizer_step(optimizer)
+        optimizer.zero_grad()
         assert searched == []
         strategy.backward(second(first(batch(0))).sum(), second, denominator=24)
         assert searched == [1]
