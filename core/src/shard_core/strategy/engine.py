@@ -39,8 +39,8 @@ class Engine(abc.ABC):
 
     Seven members may exchange messages between ranks, because core calls them on every rank in the same order, or on
     none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_gradients``,
-    ``engine_step`` and ``engine_publish_parts``. All others serve their rank alone. A member that refuses raises before its first message, and on
-    every rank.
+    ``engine_step`` and ``engine_publish_parts``. All others serve their rank alone. A member that refuses raises before
+    its first message, and on every rank.
     """
 
     #: What is known of the strategy under the name it was asked for.
@@ -291,12 +291,11 @@ class Engine(abc.ABC):
         """
 
     def engine_flat_parts(self, module: torch.nn.Module) -> Mapping[torch.Tensor, FlatPart] | None:
-        """Return what this rank holds of each parameter that the engine keeps flat; None, the default, for no such form.
+        """Return what this rank holds of parameters that the engine keeps flat; None, the default, if it keeps none.
 
-        An engine that answers has averages of weights kept for it: the values are read, others are written into them,
-        and ``engine_publish_parts`` is called. What users have written into the module is in them; what is not among
-        them is a tensor of torch's, the same on every rank. Every rank lists the same parameters, and always the same
-        parts of them.
+        For averages of weights, which are taken of the values; they are written into them to be evaluated, and then
+        ``engine_publish_parts`` is called. What users have written into the module is in the values. A parameter that
+        is left out is a tensor of torch's, the same on every rank, and left out on every rank. Must not communicate.
 
         Args:
             module: What ``engine_setup`` was given.
