@@ -112,10 +112,11 @@ def test_averages_are_those_of_plain_pytorch_and_training_goes_on(
 ) -> None:
     averages, loss, final = plainly(kind)
     names = set(final)
-    for messages, held, within, its_loss, its_final in worlds(2).run(trained, options, kind, tmp_path / "run"):
+    answers = worlds(2).run(trained, options, kind, tmp_path / "run")
+    if options.get("stage") != 0 and kind != "mixed":  # what is frozen is whole on every rank at stages 1 and 2
+        assert sum(held for _, held, *_ in answers) == sum(value.numel() for value in averages.values())
+    for messages, _, within, its_loss, its_final in answers:
         assert messages == 0
-        total = sum(value.numel() for name, value in within.items() if name in names)
-        assert held <= total // 2 + total // 8 or options["name"] == "deepspeed" or kind in ("scalar", "mixed")
         oracle.assert_same_weights({name: within[name] for name in names}, averages, 2e-6, elementwise=True)
         assert abs(its_loss - loss) < 1e-5
         oracle.assert_same_weights({name: its_final[name] for name in names}, final, 1e-5)
