@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from shard_core import ExponentialMovingAverage, get_strategy
+from shard_core.backend import FlatPart, ModuleTensors
 from shard_core.errors import InvalidOption, MissingCapability
 
 
@@ -22,6 +24,27 @@ def test_an_engine_with_a_form_of_its_own_is_refused(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(strategy, "engine_keeps_torch_tensors", False)
         with pytest.raises(MissingCapability, match="strategy 'single' keeps parameters in a form of its own"):
             ExponentialMovingAverage(strategy, strategy.setup_module(nn.Linear(1, 1)))
+
+
+def test_parts_of_flat_parameters_are_averaged_written_and_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"parts": nn.Linear(2, 2, bias=False)})  # a name that the kept module could have used itself
+    weight = model["parts"].weight
+    part = FlatPart(shape=(2, 2), start=1, values=torch.tensor([1.0, 2.0]))
+    published = []
+    with get_strategy("single") as strategy:
+        monkeypatch.setattr(strategy, "engine_keeps_torch_tensors", False)
+        monkeypatch.setattr(strategy, "engine_flat_parts", lambda _: {weight: part})
+        monkeypatch.setattr(strategy, "engine_publish_parts", lambda _: published.append(part.values.tolist()))
+        average = ExponentialMovingAverage(strategy, strategy.setup_module(model), 0.5)
+        part.values.add_(2)
+        average.update()
+        with pytest.raises(KeyError), average.applied():
+            raise KeyError
+        assert published == [[2.0, 3.0], [3.0, 4.0]]
+        tensors = ModuleTensors("average", average.kept_module)
+        assert tensors.shape_of("parts.weight") == (2, 2)
+        assert tensors.parts["parts.weight"].start == 1
+        assert tensors.parts["parts.weight"].values.tolist() == [2.0, 3.0]
 
 
 def test_tied_weights_are_averaged_once_and_buffers_follow() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from shard_core.checkpoint.state.names import ModuleTensors
+from shard_core.checkpoint.state.names import BareModule, ModuleTensors
 from shard_core.errors import InvalidOption, MissingCapability
 from shard_core.parameters import local_part
 
@@ -55,18 +56,28 @@ class ExponentialMovingAverage:
     def __init__(self, strategy: Strategy, module: nn.Module, decay: float = 0.999) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise InvalidOption(f"decay is {decay!r}; give a number from 0 to 1, such as 0.999.")
-        if not strategy.engine_keeps_torch_tensors:
+        self._strategy, self._module = strategy, strategy.unwrap(module)
+        parts = strategy.engine_flat_parts(self._module)
+        if parts is None and not strategy.engine_keeps_torch_tensors:
             raise MissingCapability(
                 f"strategy {strategy.info.name!r} keeps parameters in a form of its own, of which no average can be "
                 "taken shard by shard; take one that keeps torch's tensors, such as 'ddp'."
             )
         self.decay = decay
-        self._module = strategy.unwrap(module)
-        kept = ModuleTensors("module", self._module)
-        self._sources = kept.tensors
-        self._averages = {name: _copied(tensor) for name, tensor in kept.tensors.items()}
-        names = {name: name for name in kept.tensors} | kept.aliases
-        self._tree = _tree({name: self._averages[first] for name, first in names.items()})
+        kept = ModuleTensors("module", self._module, (parts or {}).get)
+        self._publishes = bool(kept.parts)
+        self._parameters = {name for name, tensor in kept.tensors.items() if isinstance(tensor, nn.Parameter)}
+        self._sources = kept.tensors | {name: part.values for name, part in kept.parts.items()}
+        averages = {
+            name: _copied(source) if name in self._parameters else source.detach().clone()
+            for name, source in self._sources.items()
+        }
+        names = {name: name for name in averages} | kept.aliases
+        self._averages = averages
+        self._tree = BareModule(
+            {name: averages[first] for name, first in names.items()},
+            {averages[name]: dataclasses.replace(part, values=averages[name]) for name, part in kept.parts.items()},
+        )
 
     @property
     def kept_module(self) -> nn.Module:
@@ -76,10 +87,11 @@ class ExponentialMovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Add the parameters as they are now to the average; call it after ``optimizer_step``."""
+        self._strategy.engine_flat_parts(self._module)  # what users have written is in the sources then
         averages, parameters = [], []
         for name, source in self._sources.items():
             average, now = local_part(self._averages[name]), local_part(source)
-            if isinstance(source, nn.Parameter) and average.is_floating_point():
+            if name in self._parameters and average.is_floating_point():
                 averages.append(average)
                 parameters.append(now.to(average.dtype))
             else:
@@ -91,14 +103,15 @@ class ExponentialMovingAverage:
     def applied(self) -> Iterator[None]:
         """Set the module to compute with the averages, to be evaluated; afterwards its parameters are what they were.
 
-        Within, this rank's shards are there once more. Do not train within.
+        Within, this rank's shards are there once more. Do not train within. Every rank calls this: where an engine
+        keeps parameters flat, what they are within and afterwards is sent to all.
+
+        Raises:
+            MissingRank: If a rank does not come within ``guard_timeout`` then.
         """
+        self._strategy.engine_flat_parts(self._module)
         self._show_shards()
-        trained = {
-            name: local_part(source).clone()
-            for name, source in self._sources.items()
-            if isinstance(source, nn.Parameter)
-        }
+        trained = {name: local_part(self._sources[name]).clone() for name in self._parameters}
         self._fill({name: local_part(self._averages[name]) for name in trained})
         try:
             yield
@@ -108,36 +121,21 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def _fill(self, values: dict[str, torch.Tensor]) -> None:
+        if self._publishes:
+            self._strategy.barrier("applied averages of weights")
         for name, value in values.items():
             local_part(self._sources[name]).copy_(value)
+        if self._publishes:
+            self._strategy.engine_publish_parts(self._module)
 
     def _show_shards(self) -> None:
         # An engine that shows whole parameters since the last forward frees them here; else the next would use them.
         self._module.state_dict(keep_vars=True)
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a parameter or a buffer in its layout."""
-    copy = tensor.detach().clone()
-    if not isinstance(tensor, nn.Parameter):
-        return copy
+def _copied(parameter: torch.Tensor) -> nn.Parameter:
+    """Copy what is here of a parameter, in its layout."""
+    copy = parameter.detach().clone()
     if copy.is_floating_point() and copy.element_size() < torch.float32.itemsize:
         copy = copy.float()
     return nn.Parameter(copy, requires_grad=False)
-
-
-def _tree(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    """Build bare modules that have tensors by their dotted names."""
-    root = nn.Module()
-    for path, tensor in tensors.items():
-        parents, _, name = path.rpartition(".")
-        owner = root
-        for part in parents.split(".") if parents else ():
-            if part not in dict(owner.named_children()):
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(name, tensor)
-        else:
-            owner.register_buffer(name, tensor)
-    return root

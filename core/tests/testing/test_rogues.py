@@ -127,6 +127,7 @@ ROGUES = {
     "always_strict": Fault("not_strict_takes_what_fits"),
     "fills_before_refusing": Fault("mismatch_changes_nothing"),
     "skips_a_weight": Fault("weights_of_others_fill_the_module"),
+    "averages_copies": Fault("averages_are_of_weights"),
     "ignores_filter": Fault("filter_keeps_what_it_names"),
     "keeps_values": Fault("plain_values_come_back"),
     "whole_everywhere": Fault("state_dicts_are_whole"),

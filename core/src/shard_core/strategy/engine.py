@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from shard_core.checkpoint.state.shard import FlatPart
     from shard_core.checkpoint.state.training_state import TrainingState
     from shard_core.collectives.interface import Collectives
     from shard_core.gradients import LocalGradient
@@ -32,13 +33,14 @@ class Engine(abc.ABC):
     ``engine_seed``; then per module ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an
     optimizer that comes later, ``engine_lay_out_state`` when users load the state of one; per step
     ``engine_defers_sync``, ``engine_no_sync``, ``engine_backward``, ``engine_gradients``, ``engine_look`` and
-    ``engine_step``; ``engine_state`` to save and load; ``engine_teardown`` at the end. Arguments were checked before.
+    ``engine_step``; ``engine_state`` to save and load; ``engine_flat_parts`` and ``engine_publish_parts`` to keep
+    averages of weights; ``engine_teardown`` at the end. Arguments were checked before.
     ``engine_worth_trying`` stands apart: nothing has been started then.
 
-    Six members may exchange messages between ranks, because core calls them on every rank in the same order, or on
-    none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_gradients`` and
-    ``engine_step``. All others serve their rank alone. A member that refuses raises before its first message, and on
-    every rank.
+    Seven members may exchange messages between ranks, because core calls them on every rank in the same order, or on
+    none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_gradients``,
+    ``engine_step`` and ``engine_publish_parts``. All others serve their rank alone. A member that refuses raises before
+    its first message, and on every rank.
     """
 
     #: What is known of the strategy under the name it was asked for.
@@ -286,6 +288,26 @@ class Engine(abc.ABC):
         Args:
             modules: The user's modules by the user's keys.
             optimizers: Optimizers over them by the user's keys.
+        """
+
+    def engine_flat_parts(self, module: torch.nn.Module) -> Mapping[torch.Tensor, FlatPart] | None:
+        """Return what this rank holds of parameters that the engine keeps flat; None, the default, if it keeps none.
+
+        For averages of weights, which are taken of the values; they are written into them to be evaluated, and then
+        ``engine_publish_parts`` is called. What users have written into the module is in the values. A parameter that
+        is left out is a tensor of torch's, the same on every rank, and left out on every rank. Must not communicate.
+
+        Args:
+            module: What ``engine_setup`` was given.
+        """
+        del module
+        return None
+
+    def engine_publish_parts(self, module: torch.nn.Module) -> None:  # noqa: B027 - for engines that have such parts
+        """Copy values that were written into a module's flat parts to where forwards read them; may communicate.
+
+        Args:
+            module: What ``engine_setup`` was given.
         """
 
     def engine_worth_trying(

@@ -19,6 +19,7 @@ from shard_core.testing.suites.launcher import Launching
 from shard_core.testing.suites.plugin.construction import Construction
 from shard_core.testing.suites.plugin.metadata import Metadata
 from shard_core.testing.suites.training.accumulation import Accumulation
+from shard_core.testing.suites.training.averages import Averages
 from shard_core.testing.suites.training.capabilities import Capabilities
 from shard_core.testing.suites.training.clipping import Clipping
 from shard_core.testing.suites.training.data import Data
@@ -43,6 +44,7 @@ class Conformance(
     Mismatch,
     StateDicts,
     Resharding,
+    Averages,
     Resume,
     RoundTrip,
     Synchronization,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rogues.rogue import Rogue, parameters
+from shard_core.backend import FlatPart
 
 
 class KeepsItsFirstLook(Rogue):
@@ -25,6 +26,16 @@ class ShowsSums(Rogue):
     def module_gradients(self, module: Any, full: bool = True) -> Any:
         shown = self.inner.module_gradients(module, full)
         return {name: gradient * self.inner.world_size for name, gradient in shown.items()}
+
+
+class AveragesCopies(Rogue):
+    """Hands averages copies of the weights, made when it is asked."""
+
+    def engine_flat_parts(self, module: Any) -> dict[torch.Tensor, FlatPart]:
+        return {
+            each: FlatPart(shape=tuple(each.shape), start=0, values=each.detach().flatten().clone())
+            for each in module.parameters()
+        }
 
 
 class SavesItsFirstSave(Rogue):

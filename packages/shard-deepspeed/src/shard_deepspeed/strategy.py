@@ -22,7 +22,7 @@ from shard_deepspeed.zero import ZeroModule, fill_frozen, is_trained
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import LocalGradient, ParameterNames, TrainingState
+    from shard_core.backend import FlatPart, LocalGradient, ParameterNames, TrainingState
 
 
 class DeepSpeedStrategy(Strategy):
@@ -225,6 +225,15 @@ class DeepSpeedStrategy(Strategy):
             world_size=self.world_size,
             sharded=sharded,
         )
+
+    def engine_flat_parts(self, module: torch.nn.Module) -> Mapping[torch.Tensor, FlatPart]:
+        """Return this rank's parts; at stage 0 there are none, all is whole on every rank."""
+        return self._zero[module].parts() if module in self._zero else {}
+
+    def engine_publish_parts(self, module: torch.nn.Module) -> None:
+        """Copy parts to all ranks."""
+        if module in self._zero:
+            self._zero[module].publish()
 
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int

@@ -75,8 +75,9 @@ class ModuleTensors:
         for name, tensor in _named(module):
             if isinstance(tensor, nn.Parameter) or id(tensor) in kept:
                 self._add(owner, name, tensor)
+        own = module._flat_parts if isinstance(module, BareModule) else {}
         for name, tensor in self.tensors.items():
-            part = flat_part(tensor) if flat_part else None
+            part = own.get(tensor) or (flat_part(tensor) if flat_part else None)
             if part is not None:
                 self.parts[name] = part
                 self._names[id(part.values)] = name
@@ -97,6 +98,35 @@ class ModuleTensors:
             self.tensors[name] = tensor
         else:
             self.aliases[name] = first
+
+
+class BareModule(nn.Module):
+    """Holds tensors by their dotted names, for a checkpoint to keep, and computes nothing.
+
+    Args:
+        tensors: By name; a tied one under each of its names.
+        parts: Of which whole tensors some of them are this rank's parts.
+
+    Example:
+        >>> bare = BareModule({"head.scale": torch.ones(2)}, {})
+        >>> ModuleTensors("averages", bare).tensors
+        {'head.scale': tensor([1., 1.])}
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], parts: Mapping[torch.Tensor, FlatPart]) -> None:
+        super().__init__()
+        self._flat_parts = parts  # a name that no module of a user's has
+        for path, tensor in tensors.items():
+            parents, _, name = path.rpartition(".")
+            owner: nn.Module = self
+            for each in parents.split(".") if parents else ():
+                if each not in dict(owner.named_children()):
+                    owner.add_module(each, nn.Module())
+                owner = owner.get_submodule(each)
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(name, tensor)
+            else:
+                owner.register_buffer(name, tensor)
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -77,6 +77,12 @@ class ZeroModule:
         part = self._parts.get(id(parameter))
         return None if part is None or part.values is parameter else part
 
+    def parts(self) -> dict[torch.Tensor, FlatPart]:
+        """Return this rank's parts by parameter, with what was written into the module's parameters."""
+        self.copy_writes()
+        found = ((parameter, self.part_of(parameter)) for parameter in self._module.parameters())
+        return {parameter: part for parameter, part in found if part is not None}
+
     def repoint(self, optimizer: torch.optim.Optimizer, names: ParameterNames) -> None:
         """Point an optimizer at parts instead of parameters; its groups stay the same dictionaries.
 
