@@ -27,7 +27,7 @@ class Averages(Suite):
     """An average of weights is plain PyTorch's, and evaluating with it changes nothing."""
 
     @pytest.mark.parametrize("model", ["gpt", "frozen", "uneven", "scalar"])
-    @promise(after=("trains_like_plain_pytorch", "round_trip_is_bitwise", "ties_stay_tied"))
+    @promise(after=("trains_like_plain_pytorch", "round_trip_is_bitwise", "ties_stay_tied"), every_size=False)
     def test_averages_are_of_weights(self, ranks: Ranks, tmp_path: Path, model: str) -> None:
         """An exponential moving average is that of ``torch.optim.swa_utils``, whole in evaluation and in a checkpoint.
 
