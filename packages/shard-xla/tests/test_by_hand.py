@@ -114,6 +114,26 @@ def weights_loaded(story: Story) -> None:
     story.train()
 
 
+def past_the_wrapper(story: Story) -> None:
+    """Call the user's own module; its hooks run once a forward."""
+    calls: list[int] = []
+    story.net.register_forward_hook(lambda *_: calls.append(1))
+    story.model = story.net
+    story.train(2)
+    assert len(calls) == 2
+
+
+def weights_looked_at(story: Story) -> None:
+    """Look at a weight's shape between steps, and copy the weight at the beginning of a forward."""
+    story.train()
+    assert story.net.first.weight.shape
+    copied = story.net.first.register_forward_pre_hook(lambda layer, _: story.norms.append(len(layer.weight.detach())))
+    with torch.no_grad():
+        story.loss()
+    copied.remove()
+    story.train()
+
+
 STORIES: dict[str, tuple[Callable[[Story], None], Any]] = {
     "freezing": (freezing, Net.parameters),
     "freezing_all_of_the_root": (freezing_all_of_the_root, Net.parameters),
@@ -123,6 +143,8 @@ STORIES: dict[str, tuple[Callable[[Story], None], Any]] = {
     "evaluation_and_weights_by_hand": (evaluation_and_weights_by_hand, Net.parameters),
     "gradients_by_hand": (gradients_by_hand, Net.parameters),
     "weights_loaded": (weights_loaded, Net.parameters),
+    "past_the_wrapper": (past_the_wrapper, Net.parameters),
+    "weights_looked_at": (weights_looked_at, Net.parameters),
 }
 
 

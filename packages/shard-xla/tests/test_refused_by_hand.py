@@ -33,6 +33,10 @@ def parameters_of_before(strategy: Any) -> None:
     story.train()
 
 
+def setup_again(strategy: Any) -> None:
+    strategy.setup_module(Story(strategy, sgd).net)
+
+
 def hook_after_setup(strategy: Any) -> None:
     story = Story(strategy, sgd)
     next(story.net.parameters()).register_hook(lambda gradient: 2 * gradient)
@@ -109,6 +113,7 @@ def backward_past_a_step(strategy: Any) -> None:
 
 
 BOTH: dict[Any, str] = {
+    setup_again: "this Net was set up already",
     hook_before_setup: "parameter 'head.weight' has a hook on its gradient that nothing would call",
     parameters_of_before: "holds a parameter that no gradient reaches",
     backward_past_a_step: "modified by an inplace operation",  # autograd's own sentence

@@ -138,6 +138,13 @@ def test_a_class_that_the_model_lacks_is_an_error(worlds: Any, name: str, option
         world.run(count_forwards, options(name=name, **{option: {nn.ModuleList}}))
 
 
+def with_a_scalar() -> nn.Module:
+    """Make one of three units hold a parameter without dims, which cannot be split by rows."""
+    model = Blocks()
+    model.blocks[1].scale = nn.Parameter(torch.tensor(0.5))
+    return model
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -148,7 +155,7 @@ def test_a_class_that_the_model_lacks_is_an_error(worlds: Any, name: str, option
 )
 def test_upstreams_options_do_not_change_the_result(worlds: Any, chosen: dict[str, Any]) -> None:
     arguments = options(auto_wrap_policy={Block}, **chosen)
-    assert_like_plain(worlds(2, HASTY).run(train, Blocks, arguments, timeout=240), Blocks, 4)
+    assert_like_plain(worlds(2, HASTY).run(train, with_a_scalar, arguments, timeout=240), with_a_scalar, 4)
 
 
 class Broken(Dataset[torch.Tensor]):

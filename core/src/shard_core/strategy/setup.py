@@ -193,10 +193,10 @@ class StrategySetup(StrategyLifecycle):
             raise InvalidOption(f"module is {module!r:.60}; give a torch.nn.Module.")
         if len(self._registry):
             self._require(Capability.SEVERAL_MODULES)
-        if is_compiled(module):
-            self._require(Capability.COMPILE, "pass the module as it was before torch.compile")
         if self._registry.find(module) is not None:
             raise SetupError(f"this {type(module).__name__} was set up already; use what setup returned.")
+        if is_compiled(module):
+            self._require(Capability.COMPILE, "pass the module as it was before torch.compile")
         self.setup_environment()
         kind = type(module).__name__  # engines may exchange the class
         self.collectives.barrier(f"setup of {kind}")

@@ -8,6 +8,16 @@ and kind are settled. Checked on torch_xla 2.9.0. It can go when ``torch_xla.run
 backwards read; collectives over the host take their place. Checked on torch_xla 2.9.0. They can go when the
 constructor takes collectives.
 
+``XlaFullyShardedDataParallel._shard_param_on_dim_0``: whether a unit is split by rows; what is gathered together has to
+be. Checked on torch_xla 2.9.0. It can go when ``coalesce_all_gather_ops`` works for what is split by elements.
+
+``XlaFullyShardedDataParallel._rebuild_full_params``, which ``strategy/unit.py`` overrides: it goes through
+``_replace_xla_tensor``, after which ``detach`` takes the strides of before, until somebody has asked for the shape.
+Checked on torch_xla 2.9.0. It can go when ``detach`` asks for it.
+
+``torch.nn.Module._call_impl`` and ``_compiled_call_impl``: what a call of a module runs, and what it runs instead if
+that is there. Checked on torch 2.9.0. They can go when a module's call can be exchanged in public.
+
 ``XlaFullyShardedDataParallel.full_param_infos``, ``shared_full_param_infos`` and ``sharded_params``: which parameter of
 which submodule each shard is of. ``get_original_names_and_sharded_parameters`` should do, but lists the root's shards
 for every unit. Checked on torch_xla 2.9.0. They can go when it is right.
@@ -45,7 +55,7 @@ registers shards where parameters were.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,13 +92,23 @@ def take_over_collectives(unit: Any, *, all_gather: Any, all_reduce: Any, reduce
         all_gather: ``(tensor or list, groups=...)`` to what all ranks' parts are, joined along the first dim.
         all_reduce: ``(kind, tensor, groups=...)`` to a new tensor.
         reduce_scatter: ``(tensor, done)`` with ``flush()`` and ``scale``.
-        coalesce: Whether a unit's parameters are gathered by one call.
+        coalesce: Whether a unit's parameters are gathered by one call, if it is split by rows.
     """
     unit.all_gather_op = all_gather
     unit.all_reduce_op = all_reduce
     unit.reduce_scatter_op = reduce_scatter
     # Upstream's automatic wrapping does not hand it on to the units inside.
-    unit.coalesce_all_gather_ops = coalesce
+    unit.coalesce_all_gather_ops = coalesce and unit._shard_param_on_dim_0
+
+
+def exchange_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Make a call of a module another function's; copies of the module do not have it."""
+    module._compiled_call_impl = call
+
+
+def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module as if nothing had been exchanged."""
+    return module._call_impl(*args, **kwargs)
 
 
 def shards_of(unit: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:

@@ -24,7 +24,7 @@ from shard_xla.config import XLAFSDPConfig
 from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
 from shard_xla.strategy.engine import XLAEngine
-from shard_xla.strategy.module_hooks import FullParameterHooks
+from shard_xla.strategy.module_hooks import FullParameterHooks, call_through
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names, take_whole_values
 from shard_xla.strategy.optimizers import check_stale_parameters, flat_value, repoint_to_shards
 from shard_xla.strategy.recompilation import RecompilationWatch
@@ -89,6 +89,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         tensors.tie_buffers()
         hooks = FullParameterHooks(root, {id(tensors.places[name].tensor): name for name in tensors.places})
         self._sharded[module] = _Sharded(tensors, weakref.ref(hooks))
+        call_through(module, root)
         take_own_names(module)
         take_whole_values(module, tensors, self.global_rank)
         repoint_to_shards(optimizers, names, tensors, self.global_rank)

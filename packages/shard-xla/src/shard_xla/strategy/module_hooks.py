@@ -1,8 +1,9 @@
-"""Hooks that check all full parameters of a module before each forward and each backward."""
+"""What runs before each forward and each backward of a sharded module, however it is called."""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -157,3 +158,23 @@ class FullParameterHooks:
                 "the end of no_backward_sync(), where nothing reaches them; all of these micro-batches are thrown "
                 "away: begin them anew, and change gradients after the last backward, which is outside."
             )
+
+
+def call_through(module: nn.Module, root: nn.Module) -> None:
+    """Make a call of the user's own module one of the unit that gathers its parameters; teardown undoes it.
+
+    Args:
+        module: The user's.
+        root: The unit around it.
+    """
+    # Held weakly, as the module is by the unit: both are freed at once.
+    own, around = weakref.ref(module), weakref.ref(root)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inside, unit = own(), around()
+        assert inside is not None, "it is what was called"
+        if unit is None or unit.running:
+            return _versions.plain_call(inside, *args, **kwargs)
+        return unit(*args, **kwargs)
+
+    _versions.exchange_call(module, call)

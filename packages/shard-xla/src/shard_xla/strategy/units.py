@@ -6,18 +6,19 @@ import dataclasses
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shard_core import InvalidOption, SetupError
+from shard_core import InvalidOption
 from shard_core.backend import prepare_layers
 from shard_core.plugins import LayerOptions, nearest
 from shard_xla import collectives
 from shard_xla._versions import inside_backward, register_in_place, shards_to_gather, take_over_collectives
+from shard_xla.strategy.unit import unit_class
 
 if TYPE_CHECKING:
     from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
@@ -51,14 +52,11 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
         What to call.
 
     Raises:
-        SetupError: If a parameter cannot be split as the options say.
         InvalidOption: If a class that was named matches no submodule.
     """
-    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+    from torch_xla.distributed.fsdp.wrap import recursive_wrap
 
     check_classes(module, config)
-    if config.shard_param_on_dim_0:
-        _refuse_scalars(module)
     recompute(module, config)
     keywords = {name: getattr(config, name) for name in _KEYWORDS}
     # Upstream would take XLA's own world, and each process is a world of its own there.
@@ -67,11 +65,18 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
         "sharding_rank": rank,
         "sharding_world_size": world_size,
     }
-    root: nn.Module = XlaFullyShardedDataParallel(
-        module,
-        auto_wrap_policy=wrap_policy(module, config),
-        **keywords,
-    )
+    wrap = functools.partial(_wrapped, keywords)
+    policy = wrap_policy(module, config)
+    if policy is not None:
+        recursive_wrap(
+            module,
+            auto_wrap_policy=policy,
+            wrapper_cls=wrap,
+            ignored_modules=set(),
+            ignored_params=set(),
+            only_wrap_children=True,
+        )
+    root = wrap(module)
     _refuse_units_inside(module, config)
     for unit in units_of(root):
         # A rank alone has nobody to talk to: through the host its step would be split into pieces for nothing.
@@ -85,6 +90,16 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
             )
         register_in_place(unit)
     return root
+
+
+def _wrapped(keywords: Mapping[str, Any], module: nn.Module) -> nn.Module:
+    """Make a unit; one that holds a parameter without dims is split by elements, whatever the options say."""
+    by_rows = keywords["shard_param_on_dim_0"]
+    if by_rows and not all(parameter.dim() for parameter in module.parameters()):
+        log.info("a %s holds a parameter without dims: it is split by elements", type(module).__name__)
+        by_rows = False
+    unit: nn.Module = unit_class()(module, **{**keywords, "shard_param_on_dim_0": by_rows})
+    return unit
 
 
 def units_of(root: nn.Module) -> Iterator[Any]:
@@ -239,13 +254,4 @@ def _refuse_units_inside(module: nn.Module, config: XLAFSDPConfig) -> None:
                 f"activation_checkpointing_policy names {type(part).__name__}, which holds units, and torch_xla gets "
                 "gradients wrong of units inside what is computed again; name classes that hold none, or leave what "
                 "they hold out of auto_wrap_policy."
-            )
-
-
-def _refuse_scalars(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0:
-            raise SetupError(
-                f"shard_param_on_dim_0=True cannot split {name!r}, which has no dimension; make it a parameter of one "
-                "element, or leave the option False."
             )
