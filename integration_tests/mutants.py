@@ -161,8 +161,13 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "deleted", "pass"
         case ast.Return(value=ast.AST() as value) if not (isinstance(value, ast.Constant) and value.value is None):
             yield "returns None", "return None"
-        case ast.Call(args=[first, second, *rest]) if not any(isinstance(e, ast.Starred) for e in node.args):
+        case ast.Call(args=[first, second, *rest]) if _can_swap(first, second, rest):
             yield "arguments", _with(node, args=[second, first, *rest])
+
+
+def _can_swap(first: ast.expr, second: ast.expr, rest: list[ast.expr]) -> bool:
+    starred = any(isinstance(each, ast.Starred) for each in (first, second, *rest))
+    return not starred and ast.dump(first) != ast.dump(second)
 
 
 def _with(node: ast.AST, **fields: object) -> str:

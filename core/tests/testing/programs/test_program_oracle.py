@@ -7,7 +7,7 @@ import torch
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Model, batch, loss_of
-from shard_core.testing.programs.oracle import Oracle
+from shard_core.testing.programs.plain.oracle import Oracle
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 
 SEED = 5

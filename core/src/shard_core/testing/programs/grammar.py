@@ -14,9 +14,11 @@ from shard_core.testing.programs.parts import PARTS
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.settings import (
     APART,
+    CAST,
     EXACT,
     FUSED,
     KINDS,
+    MADE_WHOLE,
     OPTIONS,
     PRECISIONS,
     WHOLE,
@@ -142,6 +144,8 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         for number in range(1 + two)
     ]
     precision = _precision(card, chance)
+    if precision in CAST and any(spec.kind in MADE_WHOLE for spec in optimizers):
+        precision = "32-true"
     optimizers = [_fused(spec, precision, chance) for spec in optimizers]
     late = chance.random() < 0.2
     if late and own_kernels:

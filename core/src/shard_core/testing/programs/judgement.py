@@ -16,8 +16,8 @@ from shard_core.errors import RankFailed
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.observation import run
-from shard_core.testing.programs.oracle import Oracle
-from shard_core.testing.programs.precisions import rounding
+from shard_core.testing.programs.plain.oracle import Oracle
+from shard_core.testing.programs.plain.precisions import rounding
 from shard_core.testing.programs.script import script_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from shard_core.testing.processes.world import World
     from shard_core.testing.programs.observation import Trace
-    from shard_core.testing.programs.plain_run import Values
+    from shard_core.testing.programs.plain.plain_run import Values
     from shard_core.testing.programs.program import Program
 
 #: The largest difference that is rounding, relative to the tensor's largest element, in float32.

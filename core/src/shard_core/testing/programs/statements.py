@@ -11,7 +11,7 @@ import torch
 from shard_core import plugins
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.parts import SKIPPING
-from shard_core.testing.programs.precisions import input_dtype
+from shard_core.testing.programs.plain.precisions import input_dtype
 from shard_core.testing.programs.settings import options_for
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Batch, batch, contrast_of, fed_back, loss_of, tensors_of
-from shard_core.testing.programs.plain_run import Count, PlainRun, Values
+from shard_core.testing.programs.plain.plain_run import Count, PlainRun, Values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

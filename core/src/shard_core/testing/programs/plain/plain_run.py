@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.testing.programs.model import Batch, Model, parameters_of
-from shard_core.testing.programs.precisions import PlainPrecision, input_dtype
+from shard_core.testing.programs.plain.precisions import PlainPrecision, input_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

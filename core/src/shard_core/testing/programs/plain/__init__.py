@@ -1,0 +1,1 @@
+"""Plain PyTorch, which random programs are held to: written from the contract, with nothing of the strategies."""
