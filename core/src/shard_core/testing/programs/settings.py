@@ -50,7 +50,7 @@ EXACT = ("32-true", "64-true")
 """Those that round nothing to 16 bits."""
 CAST = ("64-true", "bf16-true")
 """Those that cast parameters."""
-MADE_WHOLE = ("adagrad", "nadam")
+MADE_WHOLE = ("adagrad", "nadam", "asgd")
 """Optimizers with numbers of their own dtype beside parameters, which torch casts with these when it loads them."""
 FUSED = ("sgd", "momentum", "nesterov", "adamw", "amsgrad", "adagrad")
 """Those that torch can compute in one kernel on the CPU."""
@@ -62,7 +62,7 @@ LEFT_OUT = (
     "a closure where two optimizers share a module, or while gradients are deferred",
     "a closure, or a backward between clipping and zeroed gradients, where torch's gradient scaler allows neither",
     "Adafactor of a parameter without elements, by whose number torch divides",
-    "Adagrad and NAdam in 64-true and bf16-true: torch casts what they count in one number when it loads it",
+    "Adagrad, NAdam and ASGD in 64-true and bf16-true: torch casts what they count in one number when it loads it",
     "fused SGD of bfloat16 parameters, which torch 2.13 computes wrong on the CPU",
     "averages of weights, and losses over all ranks' outputs, in 16 bits: how those add up is the engine's",
     "a part left out of an optimizer under torch's gradient scaler, which unscales what an optimizer has",
