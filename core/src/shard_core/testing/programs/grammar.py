@@ -242,14 +242,15 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         least = 2 if any("batch_norm" in model.parts for model in program.models) else 0
         rows = [chance.randint(least, 4) for _ in rows]
         rows[0] = max(rows[0], 1)
+    key, deferred = chance.randrange(10**6), chance.random() < 0.25
     return ops.Backward(
         module=number,
-        key=chance.randrange(10**6),
+        key=key,
         rows=tuple(rows),
         how=how,
         denominator=denominator,
-        deferred=chance.random() < 0.25,
-        extra="extra" in program.models[number].parts and chance.random() < 0.5,
+        deferred=deferred,
+        extra="extra" in program.models[number].parts and chance.random() < 0.5 and not deferred,
     )
 
 
