@@ -112,7 +112,7 @@ class ChangeLearningRate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddGroup:
-    """Give an optimizer the part that it was made without, as a group with a learning rate and a decay of its own."""
+    """Add to an optimizer the part it was made without, as a group with a learning rate and a decay of its own."""
 
     optimizer: int = 0
     rate: float = 0.02
