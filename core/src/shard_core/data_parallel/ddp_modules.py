@@ -96,9 +96,11 @@ class DDPModules:
         for replica in replicas:
             if replica in ready:
                 replica.finish()
-            # Other ranks' losses may have reached what this one's has not.
-            elif replica.reached or replica is named or replica.waits:
-                replica.average()
+            else:
+                # Other ranks' losses may have reached what this one's has not.
+                if replica.reached or replica is named or replica.waits:
+                    replica.average()
+                replica.note_unsent()
             replica.waits = not replica.synced
 
     def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
@@ -153,6 +155,10 @@ class _Replica:
         self.mark = object()
         self._others = [p for p in self.parameters if not p.requires_grad]
         self._may_leave_out = may_leave_out
+        # What backwards have reached since the last that the wrapper sent: to it, all that is used in the next.
+        self._unsent: set[torch.Tensor] = set()
+        self._sent = True
+        self._with_gradients: set[torch.Tensor] = set()
         self._deferred = False
         self._identity = nn.Identity()
         # The parameters that the first backward has reached, where all others must reach the same.
@@ -212,6 +218,9 @@ class _Replica:
         """Have the wrapper average the gradients of a loss while its backward runs; return what to go backward from."""
         wrapper = self.wrapper
         assert wrapper is not None
+        self._with_gradients = {parameter for parameter in self.parameters if parameter.grad is not None}
+        for parameter in self._unsent - self._with_gradients:  # zeroed since, which to the wrapper is an error
+            parameter.grad = torch.zeros_like(parameter)
         # It gets ready at the end of a forward, and looks for unused parameters in the graph of what that returns.
         module, wrapper.module = wrapper.module, self._identity
         synced, wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, True
@@ -250,6 +259,26 @@ class _Replica:
             torch.autograd.backward(list(unreached.values()), [torch.zeros_like(p) for p in unreached.values()])
         if any(each.requires_grad or each.grad is not None for each in self._others):
             average_gradients(self._others)
+        self._take_back_zeros()
+
+    def note_unsent(self) -> None:
+        """Note what a backward has reached that the wrapper has not sent; every rank calls it."""
+        if self._may_leave_out and not self._static:
+            self._sent = False
+            self._unsent |= self.reached
+
+    def _take_back_zeros(self) -> None:
+        """Take back the zeros that stood for gradients, of parameters that no rank's backward has reached."""
+        if not self._sent:
+            trained = list(self.trained.values())
+            used = self.reached | self._with_gradients
+            anywhere = torch.tensor([each in used for each in trained], dtype=torch.int32, device=trained[0].device)
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+            for parameter, stays in zip(trained, anywhere.tolist(), strict=True):
+                if not stays:
+                    parameter.grad = None
+        self._sent = True
+        self._unsent.clear()
 
     def average(self) -> None:
         """Average all, after a backward that the wrapper was not ready for."""

@@ -242,15 +242,15 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         least = 2 if any("batch_norm" in model.parts for model in program.models) else 0
         rows = [chance.randint(least, 4) for _ in rows]
         rows[0] = max(rows[0], 1)
-    key, deferred = chance.randrange(10**6), chance.random() < 0.25
+    key = chance.randrange(10**6)
     return ops.Backward(
         module=number,
         key=key,
         rows=tuple(rows),
         how=how,
         denominator=denominator,
-        deferred=deferred,
-        extra="extra" in program.models[number].parts and chance.random() < 0.5 and not deferred,
+        deferred=chance.random() < 0.25,
+        extra="extra" in program.models[number].parts and chance.random() < 0.5,
     )
 
 
@@ -274,6 +274,7 @@ def _odd(
         ops.Step(optimizer=which),
         ops.Closure(optimizer=which, key=key, rows=(chance.randint(2, 4),) * program.world_size),
         ops.ZeroGrad(of_module=chance.random() < 0.5, which=number, set_to_none=chance.random() < 0.5),
+        ops.ZeroByHand(module=number, set_to_none=chance.random() < 0.5),
         ops.EditGradients(module=number),
         ops.EditWeights(module=number, which=chance.randrange(50)),
         ops.ChangeLearningRate(optimizer=which, factor=chance.choice([0.5, 1.5])),

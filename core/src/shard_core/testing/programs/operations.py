@@ -86,6 +86,14 @@ class ZeroGrad:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroByHand:
+    """Zero a module's gradients by hand, parameter by parameter."""
+
+    module: int = 0
+    set_to_none: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EditGradients:
     """Multiply a module's gradients by hand."""
 
@@ -236,6 +244,7 @@ Operation = (
     | Step
     | Closure
     | ZeroGrad
+    | ZeroByHand
     | EditGradients
     | EditWeights
     | ChangeLearningRate

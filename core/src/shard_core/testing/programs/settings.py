@@ -57,13 +57,14 @@ FUSED = ("sgd", "momentum", "nesterov", "adamw", "amsgrad", "adagrad")
 
 LEFT_OUT = (
     "a backward with a denominator after one without it in the same step, or after gradients were clipped or kept",
+    "gradients zeroed by hand, and not set to None, where some are yet to be divided or unscaled: a loss without slope "
+    "leaves zeros, too",
     "a batch without rows, unless the loss is a sum with a denominator",
     "a denominator while a part is left out of the optimizer, or after it was added, until gradients are zeroed",
     "a closure where two optimizers share a module, or while gradients are deferred",
     "a closure, or a backward between clipping and zeroed gradients, where torch's gradient scaler allows neither",
     "Adafactor of a parameter without elements, by whose number torch divides",
     "Adagrad, NAdam and ASGD in 64-true and bf16-true: torch casts what they count in one number when it loads it",
-    "a block that is not always called, in a deferred backward: zeroed then, ddp still ends in an error of torch's",
     "fused SGD of bfloat16 parameters, which torch 2.13 computes wrong on the CPU",
     "averages of weights, and losses over all ranks' outputs, in 16 bits: how those add up is the engine's",
     "a part left out of an optimizer under torch's gradient scaler, which unscales what an optimizer has",

@@ -52,6 +52,10 @@ class Situation:
                 allowed = alone and not module.deferred and not self._scaled
             case ops.ZeroGrad(of_module=of_module, set_to_none=none):
                 allowed = (none and (of_module or (alone and not self._lacks_of(number)))) or not module.deferred
+            case ops.ZeroByHand(set_to_none=none):
+                # What is zero need not have been zeroed, so that nothing can follow it.
+                pending = bool(module.denominator) or module.clipped or (self._scaled and not module.stale)
+                allowed = none or not (module.deferred or pending)
             case ops.Freeze(part=part):
                 allowed = part in self._program.models[number].parts
             case ops.StepScheduler(optimizer=which):
@@ -114,6 +118,8 @@ class Situation:
             case ops.ZeroGrad(of_module=of_module):
                 if of_module or [spec.module for spec in self._program.optimizers].count(number) == 1:
                     self._modules[number] = _Module(deferred=module.deferred)
+            case ops.ZeroByHand():
+                self._modules[number] = _Module(deferred=module.deferred)
             case ops.AddGroup(optimizer=which):
                 self._added |= {which}
                 module.stale = True

@@ -76,6 +76,14 @@ def _(operation: ops.ZeroGrad, *_: object) -> Lines:
     return [f"{owner}.zero_grad({'' if operation.set_to_none else 'set_to_none=False'})"], []
 
 
+@statements.register(ops.ZeroByHand)
+def _(operation: ops.ZeroByHand, *_: object) -> Lines:
+    loop = f"for parameter in {MODULES[operation.module]}.parameters():"
+    if operation.set_to_none:
+        return [loop, "    parameter.grad = None"], []
+    return [loop, "    if parameter.grad is not None:", "        parameter.grad.zero_()"], []
+
+
 @statements.register(ops.EditGradients)
 def _(operation: ops.EditGradients, *_: object) -> Lines:
     loop = f"for parameter in {MODULES[operation.module]}.parameters():"

@@ -92,6 +92,10 @@ class Oracle(PlainRun):
                 self._counts[number] = Count()
         return {}
 
+    @_on_all.register(ops.ZeroByHand)
+    def _(self, operation: ops.ZeroByHand) -> Values:
+        return self._on_all(ops.ZeroGrad(of_module=True, which=operation.module, set_to_none=operation.set_to_none))
+
     @_on_all.register(ops.EditGradients)
     def _(self, operation: ops.EditGradients) -> Values:
         for parameter in self.models[operation.module].parameters():
