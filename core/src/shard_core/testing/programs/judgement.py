@@ -224,6 +224,8 @@ def _differs(
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
             kind = key.rpartition(".")[2] if key.startswith("state") else _kind(key)
             largest[kind] = max(largest.get(kind, 0.0), float(value.abs().max()))
+    gradients = [value for key, value in true.items() if _kind(key) == "gradients"]
+    overflowed = scaled and not all(bool(each.isfinite().all()) for each in gradients)
     for key, value in true.items():
         kind = _kind(key)
         if not whole and kind not in _BY_EACH_RANK:
@@ -234,8 +236,8 @@ def _differs(
             return key, f"is of {flat[key].dtype}, in plain PyTorch of {value.dtype}", math.inf
         near = largest.get(key.rpartition(".")[2] if kind == "state" else kind, 0.0)
         bound = BOUNDS[kind] * scale + _TWINS_ALLOW * slack.get((at, key), 0.0)
-        if scaled and kind == "gradients" and not bool(torch.as_tensor(value).isfinite().all()):
-            continue  # of a loss that was multiplied by too much; they are thrown away
+        if overflowed and kind == "gradients":
+            continue  # of a loss that was multiplied by too much: they are thrown away, whatever clipping made of them
         far = distance(flat[key], value, near * _LARGEST / max(BOUNDS[kind], 1e-30) if kind != "norm" else 0.0)
         if not far <= bound:
             return (
