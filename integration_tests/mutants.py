@@ -18,7 +18,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mutated_ranks import MutatedWorld, TracedWorld
@@ -222,12 +222,12 @@ def originals(file: Path, count: int) -> list[Original]:
         for name in names:
             empty = Original(strategy=strategy, origin=name, seconds=0.0, lines={})
             program = empty.program()
-            world = _traced(program.world_size, places)
-            world.reached.clear()
+            traced = functools.partial(_traced, places=places)
+            traced(program.world_size).reached.clear()
             begun = time.monotonic()
-            if judge(program, world).verdict == "equal":
+            if judge(program, traced).verdict == "equal":
                 lines: dict[str, list[int]] = {}
-                for path, number in sorted(world.reached):
+                for path, number in sorted(traced(program.world_size).reached):
                     lines.setdefault(str(Path(path).relative_to(ROOT)), []).append(number)
                 found.append(dataclasses.replace(empty, seconds=time.monotonic() - begun, lines=lines))
     file.write_text(json.dumps([dataclasses.asdict(each) for each in found]))
@@ -240,14 +240,17 @@ def judged(mutant: Mutant, known: list[Original], programs: int) -> dict:
     record = dataclasses.asdict(mutant)
     worlds: dict[int, MutatedWorld] = {}
     refused: list[str] = []
+
+    def mutated(size: int) -> MutatedWorld:
+        if size not in worlds:
+            worlds[size] = MutatedWorld(size, _HIDDEN, str(ROOT / mutant.file), mutant.applied())
+        return worlds[size]
+
     try:
         for count, each in enumerate(reaching, 1):
             program = each.program()
-            if program.world_size not in worlds:
-                path = str(ROOT / mutant.file)
-                worlds[program.world_size] = MutatedWorld(program.world_size, _HIDDEN, path, mutant.applied())
-            judgement = judge(program, worlds[program.world_size])
-            if judgement.verdict == "defect" and _holds(judgement, program, worlds[program.world_size]):
+            judgement = judge(program, mutated)
+            if judgement.verdict == "defect" and _holds(judgement, program, mutated):
                 by = f"{each.strategy} {each.origin}: {judgement.symptom}"
                 return {**record, "verdict": "found", "by": by, "programs": count}
             if judgement.verdict == "refused":
@@ -260,9 +263,9 @@ def judged(mutant: Mutant, known: list[Original], programs: int) -> dict:
     return {**record, "verdict": "survived" if reaching else "not reached", "by": "", "programs": len(reaching)}
 
 
-def _holds(judgement: Judgement, program: Program, world: MutatedWorld) -> bool:
+def _holds(judgement: Judgement, program: Program, worlds: Callable[[int], MutatedWorld]) -> bool:
     """Judge what hung once more: on a busy machine it may have been slow."""
-    return judgement.symptom != "hang" or judge(program, world).verdict == "defect"
+    return judgement.symptom != "hang" or judge(program, worlds).verdict == "defect"
 
 
 def reaches(original: Original, mutant: Mutant) -> bool:

@@ -18,6 +18,7 @@ from shard_core.testing import Conformance
 from shard_core.testing.command import command
 from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.program import from_json
+from shard_core.testing.programs.settings import LEFT_OPEN, LEFT_OUT
 from shard_core.testing.report import reason_of
 from shard_core.testing.rules import promises_of
 
@@ -73,9 +74,11 @@ def doubtful(site):
 def test_promises_are_listed():
     done = kit("--list")
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(promises_of(Conformance))
-    assert any(line.startswith("training.averages_gradients: ") for line in lines)
+    promises, out, left_open = (part.splitlines() for part in done.stdout.split("\n\n"))
+    assert len(promises) == len(promises_of(Conformance))
+    assert any(line.startswith("training.averages_gradients: ") for line in promises)
+    assert out == ["Random programs leave out:", *(f"- {each}" for each in LEFT_OUT)]
+    assert left_open == ["Random programs leave to a strategy:", *(f"- {each}" for each in LEFT_OPEN)]
 
 
 @pytest.mark.long

@@ -71,27 +71,43 @@ class _Sizes(click.ParamType[tuple[int, ...]]):
 
 
 def _list(context: click.Context, param: click.Parameter, wanted: bool) -> None:  # noqa: ARG001 - click's signature
-    """Print every promise and leave."""
+    """Print every promise, what random programs leave out, and what they leave to a strategy; then leave."""
     if not wanted or context.resilient_parsing:
         return
     _require_pytest()
     from shard_core.testing.conformance import Conformance
+    from shard_core.testing.programs.settings import LEFT_OPEN, LEFT_OUT
     from shard_core.testing.rules import promises_of
 
     for each in promises_of(Conformance).values():
         click.echo(f"{each.noun}.{each.name}: {each.sentence}")
+    for heading, lines in (("leave out", LEFT_OUT), ("leave to a strategy", LEFT_OPEN)):
+        click.echo(f"\nRandom programs {heading}:")
+        for line in lines:
+            click.echo(f"- {line}")
     context.exit()
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name")
-@click.option("--world-sizes", type=_Sizes(), help="Numbers of ranks; 1,2,3 by default, 2 for programs.")
+@click.option(
+    "--world-sizes",
+    type=_Sizes(),
+    help="Numbers of ranks; 1,2,3 by default. Programs: begin on the first, 2 by default, and go on with any.",
+)
 @click.option("--device", default="cpu", show_default=True, help="The device type it is judged on.")
 @click.option(
     "--option", "assignments", type=Assignment(), multiple=True, help="An option of the strategy; repeatable."
 )
 @click.option("--promise", "promises", multiple=True, help="Judge only this promise; repeatable.")
-@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print every promise.")
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list,
+    help="Print what is judged, and what not.",
+)
 @click.option(
     "--programs", metavar="N", type=click.IntRange(min=1), help="Run this many random programs instead of the promises."
 )
@@ -188,11 +204,9 @@ def _run_programs(context: click.Context, info: StrategyInfo) -> int:
         program = program_from(given["replay"])
         _possible(info, (program.world_size,))
         return replay_file(info.name, program, as_json=given["as_json"])
-    size = min(_PROGRAM_SIZE, info.max_ranks or _PROGRAM_SIZE)
-    if given["world_sizes"] is not None:
-        size = _possible(info, given["world_sizes"])[0]
+    sizes = _possible(info, given["world_sizes"] or (min(_PROGRAM_SIZE, info.max_ranks or _PROGRAM_SIZE),))
     asked = {name: given[name] for name in ("seed", "minutes", "ledger", "as_json")}
-    return run_programs(info.name, given["programs"], world_size=size, **asked)
+    return run_programs(info.name, given["programs"], world_sizes=sizes, **asked)
 
 
 def _require_pytest() -> None:

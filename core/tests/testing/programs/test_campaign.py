@@ -11,7 +11,7 @@ from shard_core.testing.programs.campaign import VERDICTS, campaign, others_of
 from shard_core.testing.programs.coverage import Coverage
 from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.kept import kept_programs
-from shard_core.testing.programs.program import from_json
+from shard_core.testing.programs.program import from_json, segments
 
 ROGUES = ("summed", "never_clips", "ignores_denominator", "resets_learning_rate", "forgets_buffers", "drops_moments")
 _ALWAYS = ("summed",)
@@ -42,6 +42,18 @@ def test_kept_programs_come_first_and_all_are_counted(worlds):
 def test_one_rank(worlds):
     report = campaign("single", count=3, world_size=1, worlds=worlds)
     assert (report.verdicts["defect"], report.count, report.others) == (0, 3, ())
+
+
+def test_programs_go_on_with_other_numbers_of_ranks(worlds):
+    told = []
+    report = campaign(
+        "ddp", count=12, sizes=(1, 2, 3), others=(), worlds=worlds, on_program=lambda *each: told.append(each)
+    )
+    assert report.defect is None, report.defect
+    drawn = [draw(seed, "ddp", others=(), sizes=(1, 2, 3)) for seed in range(12)]
+    reached = {each.world_size for program in drawn for each in segments(program)}
+    assert reached == {1, 2, 3}
+    assert report.verdicts["equal"] == len(told)
 
 
 def test_nothing_begins_after_the_time():

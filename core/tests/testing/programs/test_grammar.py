@@ -10,7 +10,7 @@ import pytest
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.parts import PARTS
-from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program, segments
 from shard_core.testing.programs.settings import KINDS, PRECISIONS, offered
 
 PLAIN = Program(seed=0, strategy="ddp", models=(ModelSpec(parts=("linear",)),), optimizers=(OptimizerSpec(),))
@@ -74,6 +74,17 @@ def test_what_a_gradient_scaler_forbids_is_illegal():
 
 def test_a_precision_that_is_not_listed_is_illegal():
     assert not legal(dataclasses.replace(PLAIN, precision="16-true"))
+
+
+def test_ranks_share_out_the_rows_of_each_batch():
+    for seed in range(100):
+        program = draw(seed, "ddp", sizes=(1, 3))
+        sizes = iter(segments(program))
+        now = next(sizes)
+        for operation in program.operations:
+            now = next(sizes) if getattr(operation, "world_size", 0) else now
+            assert len(getattr(operation, "rows", range(now.world_size))) == now.world_size
+        assert legal(program)
 
 
 def test_a_program_goes_on_where_its_precision_is():

@@ -31,13 +31,13 @@ def rogues(site, monkeypatch):
 
 @pytest.mark.parametrize("name", ROGUES)
 def test_a_mistake_is_no_refusal_and_no_rounding(name, rogues, worlds):
-    judgement = judge(program(name), worlds(2))
+    judgement = judge(program(name), worlds)
     assert (judgement.verdict, judgement.symptom) == ("defect", ROGUES[name]), judgement.text
 
 
 @pytest.mark.parametrize("operation", [ops.ChangeLearningRate(), ops.StepScheduler()])
 def test_a_learning_rate_that_the_user_has_changed_is_no_mistake(operation, rogues, worlds):
-    judgement = judge(program("refuses_to_clip", *OPERATIONS[:-1], operation, OPERATIONS[-1]), worlds(2))
+    judgement = judge(program("refuses_to_clip", *OPERATIONS[:-1], operation, OPERATIONS[-1]), worlds)
     assert (judgement.verdict, judgement.symptom) == ("refused", "ClipValue SetupError"), judgement.text
 
 

@@ -20,7 +20,7 @@ def needed(program):
 @pytest.mark.parametrize("name", [name for name, program in KEPT.items() if needed(program) <= HERE])
 def test_is_right_now(name, worlds):
     program = KEPT[name]
-    judgement = judge(program, worlds(program.world_size))
+    judgement = judge(program, worlds)
     assert judgement.verdict == ("refused" if name.startswith("refused-") else "equal"), judgement.text
 
 

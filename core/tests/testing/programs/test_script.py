@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import subprocess
+import sys
 
 import pytest
 
 from shard_core import plugins
 from shard_core.testing.programs.grammar import draw
 from shard_core.testing.programs.kept import kept_programs
+from shard_core.testing.programs.program import segments
 from shard_core.testing.programs.script import script_of
 
 
@@ -28,16 +31,38 @@ def test_scripts_compile_and_show_each_operation_once(strategy):
         assert shown(text) == list(range(-1, len(program.operations)))
 
 
+def test_each_number_of_ranks_has_a_function_of_its_own():
+    for seed in range(100):
+        program = draw(seed, "ddp", others=("fsdp",), sizes=(1, 2, 3))
+        text = script_of(program)
+        assert shown(text) == list(range(-1, len(program.operations)))
+        entries = [each.name for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
+        assert entries == ["build", *(each.entry for each in segments(program))]
+
+
+@pytest.mark.timeout(120)
+def test_a_script_runs_on_the_numbers_of_ranks_that_it_says(tmp_path):
+    drawn = (draw(seed, "ddp", sizes=(1, 2)) for seed in range(100))
+    program = next(each for each in drawn if len(segments(each)) == 2)
+    text = script_of(program)
+    (tmp_path / "program.py").write_text(text)
+    ((commands),) = re.findall(r"^if __name__ == \"__main__\":  # (.*)$", text, re.MULTILINE)
+    for command in commands.split(", then "):
+        words = command.replace("this_file.py", "program.py").split()
+        assert words.pop(0) == "shard"
+        subprocess.run([sys.executable, "-m", "shard_core", *words], cwd=tmp_path, check=True, timeout=60)
+
+
 def test_a_script_uses_only_what_it_imports():
     for seed in range(100):
-        tree = ast.parse(script_of(draw(seed, "ddp", others=("fsdp",))))
+        tree = ast.parse(script_of(draw(seed, "ddp", others=("fsdp",), sizes=(1, 3))))
         stored = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
         stored |= {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
         stored |= {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
         imports = [each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom)]
         stored |= {name.name for each in imports for name in each.names}
         used = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
-        assert used - stored <= {"print", "len", "list", "dict", "float", "__name__"}
+        assert used - stored <= {"print", "len", "list", "dict", "float", "globals", "__name__"}
 
 
 def test_the_reason_is_its_docstring():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         parameters_of,
         tensors_of,
     )
-    from shard_core.testing.programs.observation import state
+    from shard_core.testing.programs.observation import print_shown, state
     from shard_core.testing.programs.program import Program
     from shard_core.testing.programs.script import script_of
     from shard_core.testing.programs.shrinking import shrink
@@ -35,6 +35,7 @@ __all__ = [
     "judge",
     "loss_of",
     "parameters_of",
+    "print_shown",
     "script_of",
     "shrink",
     "state",
@@ -44,7 +45,7 @@ __all__ = [
 _HOMES = {
     "grammar": ("draw",),
     "judgement": ("Judgement", "judge"),
-    "observation": ("state",),
+    "observation": ("print_shown", "state"),
     "model": ("Model", "batch", "contrast_of", "evaluate", "fed_back", "loss_of", "parameters_of", "tensors_of"),
     "program": ("Program",),
     "script": ("script_of",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import statistics
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from shard_core.plugins.info import StrategyInfo
+    from shard_core.testing.processes.world import World
 
 VERDICTS = ("equal", "refused", "defect")
 _HANGS_WITHIN = 0.4
@@ -165,6 +167,7 @@ def campaign(
     seed: int = 0,
     minutes: float | None = None,
     world_size: int = 2,
+    sizes: Sequence[int] = (),
     others: Sequence[str] | None = None,
     worlds: Worlds | None = None,
     on_program: Callable[[str, Judgement], None] = lambda *_: None,
@@ -177,6 +180,7 @@ def campaign(
         seed: What the first is drawn from; the next from the next number.
         minutes: When to begin no other program.
         world_size: How many ranks.
+        sizes: Numbers of ranks that programs may go on with, where ranks do not share layers.
         others: Strategies that programs may go on under; by default those that ``others_of`` finds.
         worlds: Where there are ranks already.
         on_program: Told of each program: where it is from, and what came of it.
@@ -188,7 +192,9 @@ def campaign(
         UnknownStrategy: If nobody offers one of them.
     """
     info = plugins.find(strategy)
-    names = others_of(info, world_size) if others is None else tuple(others)
+    sizes = () if splits_layers(info) else tuple(sizes)
+    names = others_of(info, max(world_size, *sizes, 1)) if others is None else tuple(others)
+    drawn = functools.partial(draw, strategy=strategy, world_size=world_size, others=names, sizes=sizes)
     tally = _Tally(Coverage(strategy, world_size, names))
     kept = {name: program for name, program in kept_programs().items() if program.strategy == strategy}
     end = time.monotonic() + 60 * minutes if minutes is not None else None
@@ -196,27 +202,28 @@ def campaign(
     memory = Memory()
     with _ranks(worlds) as at_hand, quiet():
         # What starting ranks and importing an engine take says nothing about programs.
-        judge(_nothing(strategy, world_size), at_hand(world_size, _HIDDEN), timeout=_STARTS_WITHIN)
+        judge(_nothing(strategy, world_size), at_hand, timeout=_STARTS_WITHIN)
         begun = time.monotonic()
-        for origin, program in _programs(kept, range(seed, seed + count), strategy, world_size, names):
+        for origin, program in _programs(kept, range(seed, seed + count), drawn):
             if end is not None and time.monotonic() >= end:
                 break
-            judgement = judge(program, at_hand(program.world_size, _HIDDEN))
+            judgement = judge(program, at_hand)
             tally.add(program, judgement)
-            memory.follow(at_hand(world_size, _HIDDEN))
+            memory.follow(at_hand(world_size))
             on_program(origin, judgement)
             if judgement.verdict == "defect":
                 defect = origin, program, judgement
                 break
         seconds = time.monotonic() - begun
         found = _shrunk(*defect, at_hand) if defect else None
-    drawn = max(sum(tally.verdicts.values()) - len(kept), 0)
+    judged = sum(tally.verdicts.values())
+    beyond = max(judged - len(kept), 0)
     return Report(
         strategy=strategy,
         world_size=world_size,
         others=names,
         verdicts=tally.verdicts,
-        kept=sum(tally.verdicts.values()) - drawn,
+        kept=judged - beyond,
         settled=tally.settled,
         refusals=tally.refusals(),
         seconds=seconds,
@@ -224,7 +231,7 @@ def campaign(
         median_length=float(statistics.median(tally.lengths or [0])),
         pairs=tally.coverage.pairs,
         cells=tally.coverage.cells,
-        next_seed=seed + drawn,
+        next_seed=seed + beyond,
         defect=found,
     )
 
@@ -236,7 +243,7 @@ def replay(program: Program) -> Judgement:
         UnknownStrategy: If nobody offers a strategy that it names.
     """
     with _ranks(None) as worlds, quiet():
-        return judge(program, worlds(program.world_size, _HIDDEN))
+        return judge(program, worlds)
 
 
 def others_of(info: StrategyInfo, world_size: int, device: str = "cpu") -> tuple[str, ...]:
@@ -280,12 +287,10 @@ def quiet() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _programs(
-    kept: dict[str, Program], seeds: range, strategy: str, world_size: int, others: tuple[str, ...]
-) -> Iterator[tuple[str, Program]]:
+def _programs(kept: dict[str, Program], seeds: range, drawn: Callable[[int], Program]) -> Iterator[tuple[str, Program]]:
     yield from kept.items()
     for seed in seeds:
-        yield f"seed {seed}", draw(seed, strategy, world_size=world_size, others=others)
+        yield f"seed {seed}", drawn(seed)
 
 
 def _nothing(strategy: str, world_size: int) -> Program:
@@ -294,21 +299,20 @@ def _nothing(strategy: str, world_size: int) -> Program:
     return Program(seed=0, strategy=strategy, world_size=world_size, models=models, optimizers=optimizers)
 
 
-def _shrunk(origin: str, program: Program, found: Judgement, worlds: Worlds) -> Defect:
+def _shrunk(origin: str, program: Program, found: Judgement, worlds: Callable[[int], World]) -> Defect:
     timeout = patience(program) * _HANGS_WITHIN if found.symptom == "hang" else None
-    world = worlds(program.world_size, _HIDDEN)
-    smaller, judgement = shrink(program, found, lambda each: judge(each, world, timeout=timeout))
+    smaller, judgement = shrink(program, found, lambda each: judge(each, worlds, timeout=timeout))
     return Defect(origin=origin, drawn=program, program=smaller, judgement=judgement)
 
 
 @contextlib.contextmanager
-def _ranks(worlds: Worlds | None) -> Iterator[Worlds]:
-    """Yield the worlds that are there, or some that end with the campaign."""
+def _ranks(worlds: Worlds | None) -> Iterator[Callable[[int], World]]:
+    """Yield what returns ranks: those that are there, or some that end with the campaign."""
     if worlds is not None:
-        yield worlds
+        yield lambda size: worlds(size, _HIDDEN)
         return
     own = Worlds()
     try:
-        yield own
+        yield lambda size: own(size, _HIDDEN)
     finally:
         own.close()

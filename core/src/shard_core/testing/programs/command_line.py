@@ -30,7 +30,7 @@ def run_programs(
     strategy: str,
     count: int,
     *,
-    world_size: int,
+    world_sizes: tuple[int, ...],
     seed: int | None = None,
     minutes: float | None = None,
     ledger: Path | None = None,
@@ -41,7 +41,7 @@ def run_programs(
     Args:
         strategy: Its name.
         count: How many.
-        world_size: How many ranks.
+        world_sizes: How many ranks, and how many programs may go on with.
         seed: The first; by default the ledger's, or 0.
         minutes: When to stop.
         ledger: A JSON file of each strategy's next seed, which is read and written.
@@ -66,7 +66,13 @@ def run_programs(
             on_step(f"{origin}, {judgement.verdict}", done, count)
 
         report = campaign(
-            strategy, count=count, seed=first, minutes=minutes, world_size=world_size, on_program=on_program
+            strategy,
+            count=count,
+            seed=first,
+            minutes=minutes,
+            world_size=world_sizes[0],
+            sizes=world_sizes if len(world_sizes) > 1 else (),
+            on_program=on_program,
         )
     if ledger:
         _write_ledger(ledger, {**seeds, strategy: max(report.next_seed, seeds.get(strategy, 0))})

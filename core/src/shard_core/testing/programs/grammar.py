@@ -81,7 +81,9 @@ def _may_lack(program: Program, spec: OptimizerSpec, part: str) -> bool:
     return alone and spec.kind != "adagrad" and part in program.models[spec.module].parts
 
 
-def draw(seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str] = ()) -> Program:
+def draw(
+    seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str] = (), sizes: Sequence[int] = ()
+) -> Program:
     """Draw a program.
 
     Args:
@@ -89,6 +91,7 @@ def draw(seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str]
         strategy: The name of the strategy it begins under.
         world_size: How many ranks.
         others: Strategies that it may go on under.
+        sizes: Numbers of ranks that it may go on with.
 
     Returns:
         The program; legal.
@@ -101,7 +104,8 @@ def draw(seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str]
     operations: list[Operation] = []
     length = chance.randint(_SHORTEST, _LONGEST)
     while len(operations) < length:
-        for operation in _proposed(program, card, others, chance):
+        now = dataclasses.replace(program, world_size=situation.world_size)
+        for operation in _proposed(now, card, others, sizes, chance):
             if situation.allows(operation):
                 situation.follow(operation)
                 operations.append(operation)
@@ -196,7 +200,7 @@ def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
 
 
 def _proposed(
-    program: Program, card: StrategyInfo, others: Sequence[str], chance: random.Random
+    program: Program, card: StrategyInfo, others: Sequence[str], sizes: Sequence[int], chance: random.Random
 ) -> Iterable[Operation]:
     """Draw what might come next: mostly a piece of an ordinary step, often something odd."""
     number = chance.randrange(len(program.models))
@@ -204,7 +208,9 @@ def _proposed(
     if chance.random() < 0.55:
         return _ordinary(program, number, mine, card, chance)
     switch = ops.Switch(strategy=chance.choice([program.strategy, *others]))
-    return [chance.choice([*_odd(program, number, mine, card, chance), switch])]
+    proposals = [*_odd(program, number, mine, card, chance), switch]
+    proposals += [dataclasses.replace(switch, world_size=chance.choice(sizes))] * 4 if sizes else []
+    return [chance.choice(proposals)]
 
 
 def _ordinary(

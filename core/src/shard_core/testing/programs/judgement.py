@@ -18,10 +18,11 @@ from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.observation import run
 from shard_core.testing.programs.plain.oracle import Oracle
 from shard_core.testing.programs.plain.precisions import rounding
+from shard_core.testing.programs.program import segments
 from shard_core.testing.programs.script import script_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shard_core.testing.processes.world import World
     from shard_core.testing.programs.observation import Trace
@@ -90,24 +91,24 @@ class Judgement:
     excess: float = 0.0
 
 
-def judge(program: Program, world: World, *, timeout: float | None = None) -> Judgement:
+def judge(program: Program, worlds: Callable[[int], World], *, timeout: float | None = None) -> Judgement:
     """Run a program on real ranks and hold what it shows to plain PyTorch.
 
     Args:
         program: What to run.
-        world: Its ranks, ``program.world_size`` of them.
+        worlds: Returns a number of ranks.
         timeout: Seconds until a rank that has not returned counts as hung; by default what ``patience`` says.
 
     Returns:
         The verdict.
     """
     timeout = patience(program) if timeout is None else timeout
-    judgement = _judge(program, world, timeout)
+    judgement = _judge(program, worlds, timeout)
     if not 0 < judgement.excess <= _SETTLES:
         return judgement
     # A bound is broken: rounding all but disappears in float64, a defect stays.
     if program.precision == "32-true" and all("64-true" in plugins.find(name).precisions for name in _names(program)):
-        exact = _judge(dataclasses.replace(program, precision="64-true"), world, timeout)
+        exact = _judge(dataclasses.replace(program, precision="64-true"), worlds, timeout)
         if exact.verdict == "equal" or (exact.verdict == "refused" and exact.at > judgement.at):
             return dataclasses.replace(judgement, verdict="equal", settled=True)
     return judgement
@@ -119,25 +120,29 @@ def patience(program: Program) -> float:
     return _PATIENCE_OF_COMPILERS if compiles else _PATIENCE
 
 
-def _judge(program: Program, world: World, timeout: float) -> Judgement:
+def _judge(program: Program, worlds: Callable[[int], World], timeout: float) -> Judgement:
     """Judge once."""
     folder = tempfile.mkdtemp(prefix="shard-program-")
+    runs: list[list[Trace]] = []
     try:
-        traces: list[Trace] = world.run(run, script_of(program), folder, timeout=timeout)
+        for segment in segments(program):
+            runs.append(worlds(segment.world_size).run(run, script_of(program), folder, segment, timeout=timeout))
+            if any(trace.stop for trace in runs[-1]):
+                break
     except RankFailed as error:
         kind = "hang" if "did not return within" in str(error) else "died"
         return Judgement(verdict="defect", symptom=kind, text=str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     with _own_generator():
-        found = _compare(program, traces)
+        found = _compare(program, runs)
         if found and not program.precision.startswith("64"):
-            found = _compare(program, traces, _chaos(program, traces))
+            found = _compare(program, runs, _chaos(program, runs))
     if found:
         symptom = f"{_name(program, found.at)} {found.kind}"
         excess = found.excess if math.isfinite(found.excess) else 0.0
         return Judgement(verdict="defect", at=found.at, symptom=symptom, text=found.text, excess=excess)
-    return _stops(program, traces)
+    return _stops(program, runs[-1])
 
 
 def _stops(program: Program, traces: Sequence[Trace]) -> Judgement:
@@ -162,12 +167,14 @@ def _changed(program: Program, trace: Trace) -> str:
     """Name what a refused operation changed of what was shown last."""
     assert trace.stop is not None
     for key, value in (trace.stop.after or {}).items():
-        shown = max((at for at, values in enumerate(trace.shown, -1) if key in values), default=None)
+        shown = max((at for at, values in enumerate(trace.shown, trace.begin) if key in values), default=None)
         if shown is None:  # state that there was none of
             return key
         since = program.operations[shown + 1 : trace.stop.at]
         by_user = key.startswith("rates") and any(isinstance(each, _SETS_RATES) for each in since)
-        if not by_user and not _as_before(key, torch.as_tensor(trace.shown[shown + 1][key]), torch.as_tensor(value)):
+        if not by_user and not _as_before(
+            key, torch.as_tensor(trace.shown[shown - trace.begin][key]), torch.as_tensor(value)
+        ):
             return key
     return ""
 
@@ -178,33 +185,47 @@ def _as_before(key: str, before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def _compare(
-    program: Program, traces: Sequence[Trace], slack: Mapping[tuple[int, str], float] | None = None
+    program: Program, runs: Sequence[Sequence[Trace]], slack: Mapping[tuple[int, str], float] | None = None
 ) -> _Difference | None:
     """Hold every value that was shown to the oracle's; return the first that differs."""
-    oracle = Oracle(program, traces[0].data_rank[1], _exchanges(program))
+    oracle = Oracle(program, runs[0][0].data_rank[1], _exchanges(program))
     scale = max(rounding(name, program.precision) for name in _names(program))
     scaled = POLICIES[program.precision].scaled
-    for at, truths in _truths(program, oracle, len(traces[0].shown)):
+    for at, traces, truths in _truths(program, oracle, runs):
         for number, trace in enumerate(traces):
-            if at + 1 >= len(trace.shown):
+            if at - trace.begin >= len(trace.shown):
                 continue
             rank = trace.data_rank[0]
             truth = truths[rank] | {"generator": oracle.generators[rank]}
-            shown = trace.shown[at + 1]
+            shown = trace.shown[at - trace.begin]
             found = _differs(shown, truth, at, slack or {}, scale, whole=number == 0, scaled=scaled)
             if found:
                 key, text, excess = found
                 text = f"rank {number}, {_name(program, at)} (operation {at}): {key} {text}"
                 return _Difference(at, _kind(key), text, excess)
-        oracle.adopt(traces[0].shown[at + 1])
+        oracle.adopt(traces[0].shown[at - traces[0].begin])
     return None
 
 
-def _truths(program: Program, oracle: Oracle, count: int) -> Iterator[tuple[int, list[Values]]]:
-    if count:
-        yield -1, [oracle.state()] * program.world_size
-    for at, operation in enumerate(program.operations[: max(count - 1, 0)]):
-        yield at, oracle.play(operation)
+def _truths(
+    program: Program, oracle: Oracle, runs: Sequence[Sequence[Trace]]
+) -> Iterator[tuple[int, Sequence[Trace], list[Values]]]:
+    """Play what the ranks have shown; yield each operation's number, their traces, and what each should show."""
+    for traces in runs:
+        begin = traces[0].begin
+        for at in range(begin, begin + len(traces[0].shown)):
+            truths = oracle.play(program.operations[at]) if at >= 0 else [oracle.state()] * program.world_size
+            if at == begin >= 0:
+                oracle.generators = _derived(traces)
+            yield at, traces, truths
+
+
+def _derived(traces: Sequence[Trace]) -> list[torch.Tensor]:
+    """Return the generators that ranks go on with where they are not as many as before: theirs to derive, all apart."""
+    by_rank = {trace.data_rank[0]: trace.shown[0]["generator"] for trace in traces if trace.shown}
+    states = [by_rank.get(rank, torch.empty(0)) for rank in range(traces[0].data_rank[1])]
+    alike = {each.numpy().tobytes() for each in states}
+    return states if len(alike) == len(states) else [torch.empty(0)] * len(states)
 
 
 def _differs(
@@ -253,24 +274,23 @@ def _differs(
     return None
 
 
-def _chaos(program: Program, traces: Sequence[Trace]) -> dict[tuple[int, str], float]:
+def _chaos(program: Program, runs: Sequence[Sequence[Trace]]) -> dict[tuple[int, str], float]:
     """Measure how far each value moves when weights and gradients are moved by rounding."""
     generator = torch.Generator().manual_seed(program.seed)
-    ranks, count = traces[0].data_rank[1], len(traces[0].shown)
+    ranks = runs[0][0].data_rank[1]
     plain = Oracle(program, ranks, _exchanges(program))
     twins = [Oracle(program, ranks, _exchanges(program)) for _ in range(_TWINS)]
     chaos: dict[tuple[int, str], float] = {}
-    runs = [_truths(program, each, count) for each in (plain, *twins)]
-    for steps in zip(*runs, strict=True):
-        (at, truths), *others = steps
-        for _, moved in others:
+    for steps in zip(*[_truths(program, each, runs) for each in (plain, *twins)], strict=True):
+        (at, traces, truths), *others = steps
+        for _, _, moved in others:
             for truth, other in zip(truths, moved, strict=True):
                 for key, value in _flat(truth).items():
                     far = distance(_flat(other).get(key, value), value)
                     if math.isfinite(far):
                         chaos[at, key] = max(chaos.get((at, key), 0.0), far)
         for each in (plain, *twins):
-            each.adopt(traces[0].shown[at + 1])
+            each.adopt(traces[0].shown[at - traces[0].begin])
         for twin in twins:
             twin.jitter(generator)
     return chaos

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import linecache
+import os
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shard_core.strategy import Strategy
+    from shard_core.testing.programs.program import Segment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +46,13 @@ class Trace:
 
     Attributes:
         data_rank: Its place among the data-parallel ranks, and how many those are.
+        begin: After which operation it showed the first; -1 for setup.
         shown: After setup and after each operation, values by name.
         stop: Why it ended early.
     """
 
     data_rank: tuple[int, int]
+    begin: int = -1
     shown: list[dict[str, Any]]
     stop: Stop | None
 
@@ -79,14 +83,26 @@ def state(
     return shown
 
 
-def run(text: str, folder: str) -> Trace:
-    """Run a program's script on this rank.
+def print_shown(number: int, **values: Any) -> None:
+    """Print what a script shows, where a person runs it: rank 0 after each operation.
+
+    Args:
+        number: The operation's; -1 for setup.
+        values: By name.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        print(number, *(f"{name}={_flat(value)}" for name, value in _copied(values).items()))
+
+
+def run(text: str, folder: str, segment: Segment) -> Trace:
+    """Run a segment of a program's script on this rank.
 
     Args:
         text: What ``script_of`` wrote.
         folder: Where checkpoints go; every rank sees it.
+        segment: Which, and from which operation on.
     """
-    rank = _Rank()
+    rank = _Rank(segment.begin)
     namespace: dict[str, Any] = {"__name__": "random_program"}
     name = "<random program>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
@@ -94,18 +110,19 @@ def run(text: str, folder: str) -> Trace:
     namespace |= {"get_strategy": rank.get_strategy, "state": rank.state}
     stop = None
     try:
-        namespace["main"](rank.show, folder)
+        namespace[segment.entry](rank.show, folder)
     except Exception as error:  # noqa: BLE001 - whatever a strategy lets through is a finding
         stop = rank.stop(error)
     finally:
         rank.teardown()
-    return Trace(data_rank=rank.data_rank, shown=rank.shown, stop=stop)
+    return Trace(data_rank=rank.data_rank, begin=segment.begin, shown=rank.shown, stop=stop)
 
 
 class _Rank:
     """Records what a script shows and what it may leave behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: int) -> None:
+        self._begin = begin
         self.shown: list[dict[str, Any]] = []
         self.data_rank = (0, 1)
         self._strategies: list[Strategy] = []
@@ -124,16 +141,16 @@ class _Rank:
         return state(*asked)
 
     def show(self, number: int, **values: Any) -> None:
-        assert number == len(self.shown) - 1
+        assert number == self._begin + len(self.shown)
         generator = {"generator": torch.get_rng_state()}
         self.shown.append({name: _copied(value) for name, value in values.items()} | generator)
 
     def stop(self, error: Exception) -> Stop:
         ours = isinstance(error, ShardError)
         text = str(error) if ours else "".join(traceback.format_exception(error))
-        at = len(self.shown) - 1
+        at = self._begin + len(self.shown)
         after = None
-        if ours and at >= 0 and self._asked is not None and self._strategies[-1] is self._asked[0]:
+        if ours and self.shown and self._asked is not None and self._strategies[-1] is self._asked[0]:
             with contextlib.suppress(ShardError):  # what is refused may be what was done before
                 after = state(*self._asked)
         return Stop(at=at, kind=type(error).__name__, text=text, ours=ours, after=after)
@@ -141,6 +158,13 @@ class _Rank:
     def teardown(self) -> None:
         for strategy in self._strategies:
             strategy.teardown()
+
+
+def _flat(value: Any) -> Any:
+    """Return what is short to print: numbers without their tensor's shape."""
+    if isinstance(value, torch.Tensor):
+        return value.flatten().tolist()
+    return {name: _flat(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _copied(value: Any) -> Any:

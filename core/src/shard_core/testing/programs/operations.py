@@ -221,9 +221,15 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Switch:
-    """Save, end the strategy, and go on under another one, or the same anew."""
+    """Save, end the strategy, and go on under another one, or the same anew.
+
+    Attributes:
+        strategy: Which.
+        world_size: On how many ranks, where these are not as many as before.
+    """
 
     strategy: str
+    world_size: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_core.errors import InvalidOption
-from shard_core.testing.programs.operations import checked, operation_from, record_of
+from shard_core.testing.programs.operations import Switch, checked, operation_from, record_of
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
@@ -83,6 +83,35 @@ class Program:
         del record["operations"]
         text = json.dumps(record)
         return text[:-1] + ', "operations": [\n' + ",\n".join(operations) + "\n]}\n"
+
+
+class Segment(NamedTuple):
+    """What a program does on one number of ranks.
+
+    Attributes:
+        begin: The number of the switch that it begins with; -1 for setup.
+        strategy: The strategy it begins under.
+        world_size: How many ranks.
+    """
+
+    begin: int
+    strategy: str
+    world_size: int
+
+    @property
+    def entry(self) -> str:
+        """Return the name of its function in the program's script."""
+        return "main" if self.begin < 0 else f"main_{self.begin}"
+
+
+def segments(program: Program) -> list[Segment]:
+    """List the segments of a program: it has one more than switches to another number of ranks."""
+    switches = [
+        Segment(number, each.strategy, each.world_size)
+        for number, each in enumerate(program.operations)
+        if isinstance(each, Switch) and each.world_size
+    ]
+    return [Segment(-1, program.strategy, program.world_size), *switches]
 
 
 def from_json(text: str) -> Program:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.program import segments
 from shard_core.testing.programs.statements import (
     MODULES,
     OPTIMIZERS,
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
 _HEAD = '''\
 """{reason}"""
 
-import torch
+{before}import torch
 
 from shard_core import {imports}
 from shard_core.testing.programs import Model, batch, contrast_of, evaluate, fed_back, loss_of
-from shard_core.testing.programs import parameters_of, state, tensors_of
+from shard_core.testing.programs import parameters_of, print_shown, state, tensors_of
 
 
 '''
 _TAIL = """\
 
 
-if __name__ == "__main__":  # shard run --devices {ranks} this_file.py
-    main()
+if __name__ == "__main__":  # {commands}
+    {call}()
 """
 _OPTIMIZERS = {
     "sgd": "SGD({parameters}, lr=0.05{more})",
@@ -55,7 +56,7 @@ _OPTIMIZERS = {
 
 
 def script_of(program: Program, reason: str = "A random training program.") -> str:
-    """Write a program as a script whose ``main(show)`` every rank calls.
+    """Write a program as a script whose ``main(show)`` every rank calls, and what follows on other numbers of ranks.
 
     Args:
         program: What to write.
@@ -66,7 +67,14 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
     """
     lines = [*_build(program), "", "", *_main(program)]
     imports = "ExponentialMovingAverage, get_strategy" if program.averaged else "get_strategy"
-    return _HEAD.format(reason=reason, imports=imports) + "\n".join(lines) + _TAIL.format(ranks=program.world_size)
+    parts = segments(program)
+    several = len(parts) > 1
+    commands = [
+        f"shard run --nproc-per-node {each.world_size} this_file.py{f' {each.entry}' * several}" for each in parts
+    ]
+    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports)
+    tail = _TAIL.format(commands=", then ".join(commands), call="globals()[sys.argv[1]]" if several else "main")
+    return head + "\n".join(lines) + tail
 
 
 def _build(program: Program) -> Iterator[str]:
@@ -98,16 +106,22 @@ def _build(program: Program) -> Iterator[str]:
 
 
 def _main(program: Program) -> Iterator[str]:
-    yield "def main(show=print, folder='checkpoints'):"
+    yield "def main(show=print_shown, folder='checkpoints'):"
     yield f"    strategy = {strategy_of(program, program.strategy)}"
     yield "    strategy.setup_environment()"
     yield "    rank = strategy.distributed_sampler_kwargs['rank']"
     yield f"    {', '.join(everything(program))} = build(strategy)"
     yield f"    show(-1, **{shown_state(program)})"
     saved = ""
+    begins = {each.begin: each.entry for each in segments(program)}
     for number, operation in enumerate(program.operations):
         lines, shown = statements(operation, program, number, saved)
         saved = f"saved-{number}" if isinstance(operation, ops.Save) else saved
+        if number in begins:
+            ends = lines.index("strategy.teardown()") + 1
+            yield from (f"    {line}" for line in lines[:ends])
+            yield from ("", "", f"def {begins[number]}(show=print_shown, folder='checkpoints'):")
+            lines = lines[ends:]
         yield from (f"    {line}" for line in lines)
         yield f"    show({number}{''.join(f', {each}' for each in shown)})"
     yield "    strategy.teardown()"

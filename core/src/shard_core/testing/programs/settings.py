@@ -76,6 +76,15 @@ LEFT_OUT = (
     "tensor-parallel strategies before or after a switch, which change the number of data ranks",
 )
 """What plain PyTorch allows or would allow, and programs never do."""
+LEFT_OPEN = (
+    "whether rank 0's buffers are sent to all before a forward: as its option broadcast_buffers says",
+    "which dtype is where in a precision: as the table on its card says",
+    "the generators of data ranks after a load on another number of ranks: all must be apart",
+    "gradients of a loss that was multiplied by too much, which no step takes",
+    "by what data ranks above the first are seeded: derived from the seed and the rank, alike under every strategy",
+    "rounding: the bounds in shard_core/testing/programs/judgement.py",
+)
+"""What a strategy may define for itself, so that plain PyTorch takes it from there; all else must be the same."""
 
 
 def offered(strategy: str) -> list[str]:

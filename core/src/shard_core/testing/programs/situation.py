@@ -29,10 +29,14 @@ class Situation:
 
     Args:
         program: Its models and optimizers; operations are told one by one.
+
+    Attributes:
+        world_size: How many ranks there are.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self.world_size = program.world_size
         self._scaled = POLICIES[program.precision].scaled
         self._added: frozenset[int] = frozenset()
         self._saved: frozenset[int] | None = None
@@ -48,8 +52,8 @@ class Situation:
                 allowed = self._adds_up(operation)
             case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
                 allowed = not module.deferred
-            case ops.Closure():
-                allowed = alone and not module.deferred and not self._scaled
+            case ops.Closure(rows=rows):
+                allowed = alone and not module.deferred and not self._scaled and len(rows) == self.world_size
             case ops.ZeroGrad(of_module=of_module, set_to_none=none):
                 allowed = (none and (of_module or (alone and not self._lacks_of(number)))) or not module.deferred
             case ops.ZeroByHand(set_to_none=none):
@@ -66,6 +70,8 @@ class Situation:
                 allowed = self._program.averaged
             case ops.Load():
                 allowed = self._saved == self._added
+            case ops.Switch(world_size=size):
+                allowed = size != self.world_size
             case _:
                 allowed = True
         return allowed
@@ -73,7 +79,7 @@ class Situation:
     def _adds_up(self, operation: ops.Backward) -> bool:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""
         reached = _reached(operation)
-        if max(reached) >= len(self._modules):
+        if max(reached) >= len(self._modules) or len(operation.rows) != self.world_size:
             return False
         final = any(self._modules[each].stale or self._modules[each].clipped for each in reached)
         if final and (self._scaled or operation.denominator):
@@ -125,8 +131,10 @@ class Situation:
                 module.stale = True
             case ops.Save():
                 self._saved = self._added
-            case ops.Switch():
+            case ops.Switch(world_size=size):
                 self._modules = [_Module() for _ in self._modules]
+                self._saved = None if size else self._saved  # other processes have no handle of it
+                self.world_size = size or self.world_size
             case _:
                 pass
 

@@ -206,6 +206,7 @@ def _(operation: ops.Switch, program: Program, number: int, *_: object) -> Lines
         "strategy.teardown()",
         f"strategy = {strategy_of(program, operation.strategy)}",
         "strategy.setup_environment()",
+        *(["rank = strategy.distributed_sampler_kwargs['rank']"] if operation.world_size else []),
         f"{', '.join(everything(program))} = build(strategy)",
         *(_added(each, program) for each in program.operations[:number] if isinstance(each, ops.AddGroup)),
         f"strategy.load_checkpoint({path}, {states})",

@@ -195,6 +195,7 @@ class Oracle(PlainRun):
     def _(self, operation: ops.Switch) -> Values:
         saved = self._snapshot()
         self._strategy = operation.strategy
+        self._ranks = range(operation.world_size or len(self._ranks))
         self._build()
         self._restore(saved)
         return self.state()
