@@ -14,11 +14,15 @@ def hold(count):
     return resident()
 
 
-def grown(*looks):
+def followed(*looks):
     memory = Memory()
     for number, sizes in enumerate(looks):
         memory.add(20 * (number + 1), list(sizes))
-    return memory.growth
+    return memory
+
+
+def grown(*looks):
+    return followed(*looks).growth
 
 
 def test_too_few_looks_tell_nothing():
@@ -35,6 +39,11 @@ def test_a_cache_that_grows_once_is_no_growth():
 
 def test_the_rank_that_keeps_most_counts():
     assert grown(*((100, 100 + 40 * number) for number in range(8))) == 2
+
+
+@pytest.mark.parametrize(("kept", "looks", "grows"), [(100, 20, True), (100, 19, False), (20, 40, False)])
+def test_growth_is_judged_once_caches_are_full(kept, looks, grows):
+    assert followed(*([20 * number * kept * 1024] for number in range(looks))).grows is grows
 
 
 @pytest.mark.timeout(120)

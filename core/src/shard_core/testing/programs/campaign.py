@@ -90,9 +90,10 @@ class Report:
         refusals: The most frequent reason first.
         seconds: How long the programs took, without starting ranks and shrinking.
         growth: Bytes that a rank kept of each program, in the later half of them; None for too few to tell.
+        grows: Whether that is more than a strategy may keep that lets go of what was torn down.
         median_length: Of the operations that were reached.
         pairs: Ordered pairs of operation kinds that were seen side by side.
-        cells: Pairs of an operation kind and a model part.
+        cells: Triples of an operation kind, a model part and a setting: the precision, an option, late optimizers.
         next_seed: Where another campaign would go on.
         defect: The first.
     """
@@ -106,6 +107,7 @@ class Report:
     refusals: tuple[Refusal, ...]
     seconds: float
     growth: float | None
+    grows: bool
     median_length: float
     pairs: Share
     cells: Share
@@ -119,11 +121,11 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Return whether no defect was found, by programs a tenth of which at least ran to their end.
+        """Return whether no defect was found, memory growth included, and a tenth of the programs ran to their end.
 
         What is refused says nothing of what a strategy computes.
         """
-        return self.defect is None and 10 * self.verdicts["equal"] >= self.count
+        return self.defect is None and not self.grows and 10 * self.verdicts["equal"] >= self.count
 
     @property
     def programs_per_second(self) -> float:
@@ -228,6 +230,7 @@ def campaign(
         refusals=tally.refusals(),
         seconds=seconds,
         growth=memory.growth,
+        grows=memory.grows,
         median_length=float(statistics.median(tally.lengths or [0])),
         pairs=tally.coverage.pairs,
         cells=tally.coverage.cells,

@@ -204,12 +204,13 @@ def _print(report: Report, file: str | None) -> None:
         note = f", {report.settled} of them settled as rounding" if verdict == "equal" and report.settled else ""
         table.add_row(verdict, f"{report.verdicts[verdict]}{note}")
     table.add_section()
-    for name, share in (("pairs of operations", report.pairs), ("operations on parts", report.cells)):
+    for name, share in (("pairs of operations", report.pairs), ("operations on parts, by setting", report.cells)):
         table.add_row(name, f"{share.share:.0%}, {share.seen} of {share.of}")
     table.add_row("median length", f"{report.median_length:g} operations")
     table.add_row("programs per second", f"{report.programs_per_second:.2f}")
     if report.growth is not None:
-        table.add_row("memory kept", f"{report.growth / 1024:.0f} KiB a program")
+        grows = ", which grows without end" * report.grows
+        table.add_row("memory kept", f"{report.growth / 1024:.0f} KiB a program{grows}")
     table.add_row("goes on under", ", ".join(report.others) or "itself alone")
     console.print(table)
     if report.refusals:
@@ -221,9 +222,9 @@ def _print(report: Report, file: str | None) -> None:
         _explain(report.defect, file)
     kept = f", {report.kept} of them kept from before" * bool(report.kept)
     ranks = f"{report.world_size} rank{'s' * (report.world_size != 1)}"
-    found = "a defect" if report.defect else "no defect"
+    found = "a defect" if report.defect or report.grows else "no defect"
     summed = f"{report.count} program{'s' * (report.count != 1)}{kept}, {found}"
-    if not report.passed and not report.defect:
+    if not (report.passed or report.defect or report.grows):
         console.print("More than nine in ten programs were refused, which says nothing of what the strategy computes.")
     console.print(f"{report.strategy} on {ranks}: {summed}; the next seed is {report.next_seed}.")
 

@@ -1,10 +1,11 @@
-"""How much of what the grammar can draw a campaign has seen: pairs of operations, and operations on model parts."""
+"""How much of what can be drawn a campaign has seen: pairs of operations, and operations on parts by setting."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 from shard_core.testing.programs.grammar import draw
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.program import Program
 
 _DRAWN = 300
-"""So many programs have every kind of operation and every part that can be drawn, as the grammar's tests hold."""
+"""So many programs have every kind of operation, part and setting that can be drawn, as the grammar's tests hold."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Coverage:
     def __init__(self, strategy: str, world_size: int, others: tuple[str, ...]) -> None:
         self._drawn_from = strategy, world_size, others
         self._pairs: set[tuple[str, str]] = set()
-        self._cells: set[tuple[str, str]] = set()
+        self._cells: set[tuple[str, str, str]] = set()
 
     def add(self, program: Program, reached: int) -> None:
         """Count the first ``reached`` operations of a program: what came after them was never run."""
@@ -57,7 +58,7 @@ class Coverage:
         kinds = [type(each).__name__ for each in operations]
         self._pairs.update(itertools.pairwise(kinds))
         for kind, operation in zip(kinds, operations, strict=True):
-            self._cells.update((kind, part) for part in _parts(program, operation))
+            self._cells.update(itertools.product([kind], _parts(program, operation), _settings(program)))
 
     @property
     def pairs(self) -> Share:
@@ -66,34 +67,38 @@ class Coverage:
         Legal are all pairs of what the strategy's programs can have: no kind forbids another by itself. What stands
         between them is what else is pending, and some program always has nothing pending.
         """
-        kinds, _ = self._drawable()
-        kinds |= {kind for pair in self._pairs for kind in pair}
+        kinds = drawable(*self._drawn_from)[0].union(*self._pairs)
         return Share(seen=len(self._pairs), of=len(kinds) ** 2)
 
     @property
     def cells(self) -> Share:
-        """Return how many pairs of an operation kind and a model part it was done to were seen."""
-        kinds, parts = self._drawable()
-        kinds |= {kind for kind, _ in self._cells}
-        parts |= {part for _, part in self._cells}
-        return Share(seen=len(self._cells), of=len(kinds) * len(parts))
-
-    def _drawable(self) -> tuple[set[str], set[str]]:
-        kinds, parts = drawable(*self._drawn_from)
-        return set(kinds), set(parts)
+        """Return how many triples were seen of an operation kind, a model part it was done to, and a setting."""
+        axes = [known.union(seen) for known, seen in zip(drawable(*self._drawn_from), _axes(self._cells), strict=True)]
+        return Share(seen=len(self._cells), of=math.prod(map(len, axes)))
 
 
 @functools.lru_cache(maxsize=16)
-def drawable(strategy: str, world_size: int, others: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
-    """Find out which operations and which parts a strategy's programs can have, by drawing some.
+def drawable(strategy: str, world_size: int, others: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+    """Find out which operations, parts and settings a strategy's programs can have, by drawing some.
 
     Returns:
-        The names of the kinds of operations, and of the parts.
+        The names of the kinds of operations, of the parts, and of the settings.
     """
     programs = [draw(seed, strategy, world_size=world_size, others=others) for seed in range(_DRAWN)]
     kinds = {type(each).__name__ for program in programs for each in program.operations}
     parts = {part for program in programs for model in program.models for part in model.parts}
-    return frozenset(kinds), frozenset(parts)
+    settings = {setting for program in programs for setting in _settings(program)}
+    return frozenset(kinds), frozenset(parts), frozenset(settings)
+
+
+def _axes(cells: set[tuple[str, str, str]]) -> list[set[str]]:
+    """Return the kinds, the parts and the settings of some cells."""
+    return [{cell[axis] for cell in cells} for axis in range(3)]
+
+
+def _settings(program: Program) -> list[str]:
+    """List a program's precision, its options, and whether its optimizers were made after setup."""
+    return [program.precision, *program.options, *(["late"] if program.late else [])]
 
 
 def _parts(program: Program, operation: Operation) -> Iterator[str]:

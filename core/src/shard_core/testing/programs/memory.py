@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 _EVERY = 20
 """Programs from one look to the next: garbage is collected at each, which takes as long as half a program."""
+_ENOUGH = 400
+"""Programs after which growth is judged: until then caches fill."""
+_MOST = 64 * 1024
+"""Bytes a program. What strategies that are right keep, 10 to 16 KiB, is torch's and the allocator's."""
 _STATM = Path("/proc/self/statm")
 
 
@@ -45,6 +49,11 @@ class Memory:
             return None
         ranks = range(len(later[0][1]))
         return max(_slope([(programs, sizes[rank]) for programs, sizes in later]) for rank in ranks)
+
+    @property
+    def grows(self) -> bool:
+        """Return whether ranks keep so much of each program that something of it must still be held."""
+        return self.growth is not None and self.growth > _MOST and self._looks[-1][0] >= _ENOUGH
 
 
 def resident() -> int:
