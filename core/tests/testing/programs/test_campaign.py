@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shard_core import plugins
+from shard_core.errors import InvalidOption
 from shard_core.testing.programs.campaign import VERDICTS, campaign, others_of
 from shard_core.testing.programs.coverage import Coverage
 from shard_core.testing.programs.grammar import draw, legal
@@ -54,6 +55,12 @@ def test_programs_go_on_with_other_numbers_of_ranks(worlds):
     reached = {each.world_size for program in drawn for each in segments(program)}
     assert reached == {1, 2, 3}
     assert report.verdicts["equal"] == len(told)
+
+
+def test_ranks_that_share_layers_stay_as_many():
+    if "tp" in {each.name for each in plugins.installed()}:
+        with pytest.raises(InvalidOption, match="stay on as many ranks"):
+            campaign("tp", count=1, sizes=(1, 2))
 
 
 def test_nothing_begins_after_the_time():

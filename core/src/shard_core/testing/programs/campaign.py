@@ -13,6 +13,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from shard_core import plugins
+from shard_core.errors import InvalidOption
 from shard_core.testing.processes.worlds import Worlds
 from shard_core.testing.programs.coverage import Coverage, Share
 from shard_core.testing.programs.grammar import draw
@@ -182,7 +183,7 @@ def campaign(
         seed: What the first is drawn from; the next from the next number.
         minutes: When to begin no other program.
         world_size: How many ranks.
-        sizes: Numbers of ranks that programs may go on with, where ranks do not share layers.
+        sizes: Numbers of ranks that programs may go on with.
         others: Strategies that programs may go on under; by default those that ``others_of`` finds.
         worlds: Where there are ranks already.
         on_program: Told of each program: where it is from, and what came of it.
@@ -192,11 +193,16 @@ def campaign(
 
     Raises:
         UnknownStrategy: If nobody offers one of them.
+        InvalidOption: If ranks share layers under the strategy, and there are several numbers of them.
     """
     info = plugins.find(strategy)
-    sizes = () if splits_layers(info) else tuple(sizes)
-    names = others_of(info, max(world_size, *sizes, 1)) if others is None else tuple(others)
-    drawn = functools.partial(draw, strategy=strategy, world_size=world_size, others=names, sizes=sizes)
+    if splits_layers(info) and sizes:
+        raise InvalidOption(
+            f"programs of {strategy!r}, whose ranks share layers, stay on as many ranks as they begin on: give one "
+            f"number of them, such as {world_size}."
+        )
+    names = others_of(info, max([world_size, *sizes])) if others is None else tuple(others)
+    drawn = functools.partial(draw, strategy=strategy, world_size=world_size, others=names, sizes=tuple(sizes))
     tally = _Tally(Coverage(strategy, world_size, names))
     kept = {name: program for name, program in kept_programs().items() if program.strategy == strategy}
     end = time.monotonic() + 60 * minutes if minutes is not None else None
