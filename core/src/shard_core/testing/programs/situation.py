@@ -124,8 +124,9 @@ class Situation:
             case ops.ZeroGrad(of_module=of_module):
                 if of_module or [spec.module for spec in self._program.optimizers].count(number) == 1:
                     self._modules[number] = _Module(deferred=module.deferred)
-            case ops.ZeroByHand():
-                self._modules[number] = _Module(deferred=module.deferred)
+            case ops.ZeroByHand(set_to_none=none):
+                pending = None if none else module.denominator
+                self._modules[number] = _Module(deferred=module.deferred, denominator=pending)
             case ops.AddGroup(optimizer=which):
                 self._added |= {which}
                 module.stale = True
