@@ -1,0 +1,159 @@
+"""Parameters of unusual kinds: frozen, shared, unused, without elements or dimensions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from shard_core.testing.programs.parts.part import VOCABULARY, WIDTH, Linear, Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Frozen(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class _Embedding(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        out: torch.Tensor = self.layer(tokens)
+        return out
+
+
+class _Tied(Part):
+    """An embedding whose weights are also those of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.logits = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.logits.weight = self.embedding.weight
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.embedding(tokens) + self.logits(hidden).mean(-1, keepdim=True)
+        return out
+
+
+class _Parametrized(Linear):
+    """A layer whose weight is computed from two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.layer)
+
+
+class _ParameterList(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        out: torch.Tensor = torch.sin(hidden * self.vectors[0] + self.vectors[1])
+        return out
+
+
+class _Scalar(Part):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        return torch.tanh(hidden * self.temperature)
+
+
+class _Empty(Linear):
+    """A parameter without an element, beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, WIDTH))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden, tokens) + self.empty.sum()
+
+
+class _Adapter(Part):
+    """A frozen layer and two narrow ones beside it that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        return torch.tanh(self.base(hidden) + self.up(self.down(hidden)))
+
+
+class _Padded(Part):
+    """An embedding one of whose rows is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        out: torch.Tensor = self.layer(tokens)
+        return out
+
+
+class _Shared(Part):
+    """A weight with three users."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second, self.third = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.second.weight = self.third.weight = self.first.weight
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        out: torch.Tensor = self.third(torch.tanh(self.second(torch.tanh(self.first(hidden)))))
+        return out
+
+
+class _Spare(Linear):
+    """A layer, and a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.randn(3, 2))
+
+
+class _Wide(Part):
+    """A layer made in float64, which a precision casts like all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        return torch.tanh(self.layer(hidden.to(self.layer.weight.dtype))).to(hidden)
+
+
+PARAMETERS: dict[str, Callable[[], nn.Module]] = {
+    "embedding": _Embedding,
+    "tied": _Tied,
+    "parametrized": _Parametrized,
+    "parameter_list": _ParameterList,
+    "scalar": _Scalar,
+    "empty": _Empty,
+    "frozen": _Frozen,
+    "adapter": _Adapter,
+    "padded": _Padded,
+    "shared": _Shared,
+    "spare": _Spare,
+    "wide": _Wide,
+}
+"""Parts with such parameters, by name."""
