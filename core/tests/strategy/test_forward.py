@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from shard_core import get_strategy
 from shard_core.capability import Capability
 from shard_core.errors import MissingCapability
 from shard_core.strategies.ddp import DDPStrategy
@@ -88,3 +89,32 @@ def test_after_teardown_the_module_is_the_users_again(ready: Any) -> None:
     strategy, _, mine = ready
     strategy.teardown()
     assert mine.body(INPUT).shape == (4, 1)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_module_that_is_compiled_in_place_runs_in_the_precision(strategy: str, after: bool) -> None:
+    torch.compiler.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        del inputs
+        graphs.append(graph)
+        return graph.forward
+
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    made = copy.deepcopy(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        truth = plain(INPUT)
+    with get_strategy(strategy, accelerator="cpu", precision="bf16-mixed") as chosen:
+        if not after:
+            made.compile(backend=backend)
+        module, _ = chosen.setup_module_and_optimizers(made, [torch.optim.SGD(made.parameters(), lr=0.1)])
+        if after:
+            module.compile(backend=backend)
+        output = module(INPUT)
+        assert torch.equal(output, truth)
+        assert not torch.is_autocast_enabled("cpu")
+        layers = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+        assert sum("linear" in each for each in layers) == 2, layers
+    torch.compiler.reset()

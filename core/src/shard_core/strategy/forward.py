@@ -12,6 +12,8 @@ from shard_core._versions import in_backward
 from shard_core.errors import MissingCapability
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.utils.hooks import RemovableHandle
 
     from shard_core.precision.interface import Precision
@@ -43,13 +45,19 @@ class ForwardPrecision:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         del module
-        context = self._precision.forward_context(self._device_type)
-        context.__enter__()
-        self._entered.append(context)
+        _untraced(self._push)()
         return self._precision.convert_input(args), self._precision.convert_input(kwargs)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         del module, args, output
+        _untraced(self._pop)()
+
+    def _push(self) -> None:
+        context = self._precision.forward_context(self._device_type)
+        context.__enter__()
+        self._entered.append(context)
+
+    def _pop(self) -> None:
         if self._entered:
             self._entered.pop().__exit__(None, None, None)
 
@@ -57,6 +65,15 @@ class ForwardPrecision:
         """Remove the hooks: the module has its plain forward again."""
         for handle in self._handles:
             handle.remove()
+
+
+def _untraced(function: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that torch's compiler calls as it is: it traces no context that is left in another call.
+
+    The graph of a module that was compiled in place breaks there, and its forward is still one.
+    """
+    # Only where there is a compiler at work: importing it takes seconds.
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 class ForwardOnly:
