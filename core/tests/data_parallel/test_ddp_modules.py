@@ -90,3 +90,20 @@ def test_gradients_are_averaged_when_they_are_not_deferred(worlds: Any) -> None:
             "averaged later": [4.5, 9.0],
             "hooks": False,
         }
+
+
+def compile_with_small_buckets() -> list[float]:
+    """Return a compiled module's gradients after a backward, where gradients travel in messages of a few bytes."""
+    with get_strategy("ddp", bucket_cap_mb=0.0001) as strategy:
+        module = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(module.weight)
+        module.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model, _ = strategy.setup_module_and_optimizers(module, [optimizer])
+        strategy.backward(model(torch.tensor([[1.0, 2.0]]) * (1 + strategy.global_rank)).sum(), model)
+        torch.compiler.reset()
+        return module.weight.grad.flatten().tolist()
+
+
+def test_what_is_compiled_may_have_small_buckets(worlds: Any) -> None:
+    assert worlds(2).run(compile_with_small_buckets, timeout=100.0) == [[1.5, 3.0]] * 2

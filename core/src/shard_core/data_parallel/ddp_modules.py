@@ -24,6 +24,8 @@ from shard_core.structures import is_nested
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
+_SMALLEST_COMPILED = 2**20
+
 
 class DDPModules:
     """The modules of one strategy under ``DistributedDataParallel``, and the backwards through them.
@@ -63,6 +65,8 @@ class DDPModules:
                 device_ids=[self._device] if self._device.type == "cuda" else None,
                 **self._arguments | _no_buffers(),
             )
+            # Torch's compiler breaks graphs where buckets end, and asserts that none is smaller than DDP's usual first.
+            wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, _SMALLEST_COMPILED)
             send_buffers(module)
         else:
             send_values(module)
