@@ -11,7 +11,7 @@ from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.parts import PARTS
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program, segments
-from shard_core.testing.programs.settings import KINDS, PRECISIONS, offered
+from shard_core.testing.programs.settings import COMPILED, KINDS, PRECISIONS, offered
 
 PLAIN = Program(seed=0, strategy="ddp", models=(ModelSpec(parts=("linear",)),), optimizers=(OptimizerSpec(),))
 BACKWARD = ops.Backward(key=1, rows=(2, 2))
@@ -88,7 +88,7 @@ def test_ranks_share_out_the_rows_of_each_batch():
 
 
 def test_a_program_goes_on_where_its_precision_is():
-    drawn = [draw(seed, "ddp", others=("deepspeed_stage_1",)) for seed in range(300)]
+    drawn = [draw(seed, "ddp", others=("deepspeed_stage_1",)) for seed in range(900)]
     switches = {
         each.strategy
         for program in drawn
@@ -97,6 +97,31 @@ def test_a_program_goes_on_where_its_precision_is():
         if isinstance(each, ops.Switch)
     }
     assert switches == {"ddp"}
+
+
+def test_models_are_compiled_rarely_and_where_the_strategy_takes_them():
+    drawn = [draw(seed, "ddp", others=("deepspeed_stage_1", "fsdp")) for seed in range(1000)]
+    compiled = [program for program in drawn if program.compiled]
+    assert {program.compiled for program in compiled} == set(COMPILED)
+    assert len(compiled) < 40
+    switches = {each.strategy for program in compiled for each in program.operations if isinstance(each, ops.Switch)}
+    assert "deepspeed_stage_1" not in switches
+    assert not any(draw(seed, "deepspeed_stage_1").compiled for seed in range(300))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "parts", "operations"),
+    [
+        ("sometime", ("linear",), ()),
+        ("in place", ("counter",), ()),
+        ("after", ("linear",), (dataclasses.replace(BACKWARD, how="retain_graph"),)),
+        ("before", ("linear",), (ops.LoadStateDict(),)),
+    ],
+)
+def test_what_torchs_compiler_does_not_do_is_illegal(compiled, parts, operations):
+    program = dataclasses.replace(PLAIN, models=(ModelSpec(parts=parts),), operations=operations)
+    assert legal(program)
+    assert not legal(dataclasses.replace(program, compiled=compiled))
 
 
 def test_programs_are_long(drawn):

@@ -13,8 +13,9 @@ import pytest
 from shard_core import plugins
 from shard_core.testing.programs.grammar import draw
 from shard_core.testing.programs.kept import kept_programs
-from shard_core.testing.programs.program import segments
+from shard_core.testing.programs.program import ModelSpec, segments
 from shard_core.testing.programs.script import script_of
+from shard_core.testing.programs.settings import COMPILED
 
 
 def shown(text):
@@ -53,6 +54,10 @@ def test_a_script_runs_on_the_numbers_of_ranks_that_it_says(tmp_path):
         subprocess.run([sys.executable, "-m", "shard_core", *words], cwd=tmp_path, check=True, timeout=60)
 
 
+def test_a_model_without_parts_compiles():
+    compile(script_of(dataclasses.replace(draw(0, "ddp"), models=(ModelSpec(parts=()),))), "script", "exec")
+
+
 def test_a_script_uses_only_what_it_imports():
     for seed in range(100):
         tree = ast.parse(script_of(draw(seed, "ddp", others=("fsdp",), sizes=(1, 3))))
@@ -80,3 +85,11 @@ def test_precision_is_written_only_where_it_is_another():
     program = draw(0, "ddp")
     assert "precision" not in script_of(dataclasses.replace(program, precision="32-true"))
     assert "precision='64-true'" in script_of(dataclasses.replace(program, precision="64-true"))
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_models_are_compiled_where_the_program_says(compiled):
+    text = script_of(dataclasses.replace(draw(0, "ddp"), compiled=compiled))
+    assert text.count("backend='aot_eager'") == 1
+    assert (text.index("aot_eager") > text.index("setup_module")) is (compiled == "after")
+    assert ("torch.compile(model" in text) is (compiled == "before")

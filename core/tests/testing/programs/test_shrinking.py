@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from shard_core.testing.programs import operations as ops
@@ -72,3 +74,16 @@ def test_without_time_a_program_stays():
     smaller, judgement = shrink(program, found, finds_a_step_after_changed_weights, seconds=0.0)
     assert judgement == found
     assert len(smaller.operations) in (found.at + 1, len(program.operations))
+
+
+def test_what_need_not_be_compiled_is_not_from_the_first_candidate_on():
+    judged = []
+
+    def judge(program):
+        judged.append(program)
+        return finds_a_step_after_changed_weights(program)
+
+    program = dataclasses.replace(failing(1)[0], compiled="after")
+    smaller, _ = shrink(program, finds_a_step_after_changed_weights(program), judge)
+    assert [each.compiled for each in judged].count("after") <= 1
+    assert smaller.compiled == ""

@@ -15,10 +15,12 @@ from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Progra
 from shard_core.testing.programs.settings import (
     APART,
     CAST,
+    COMPILED,
     EXACT,
     FUSED,
     KINDS,
     MADE_WHOLE,
+    NOT_COMPILED,
     OPTIONS,
     PRECISIONS,
     WHOLE,
@@ -70,7 +72,16 @@ def _possible(program: Program) -> bool:
         return False
     if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
         return False
+    if program.compiled and not _may_be_compiled(program):
+        return False
     return all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
+
+
+def _may_be_compiled(program: Program) -> bool:
+    """Check that torch's compiler gets all of a program right."""
+    return program.compiled in COMPILED and not any(
+        part in NOT_COMPILED for spec in program.models for part in spec.parts
+    )
 
 
 def _may_lack(program: Program, spec: OptimizerSpec, part: str) -> bool:
@@ -115,7 +126,9 @@ def draw(
 
 
 def _can_go_on(program: Program, card: StrategyInfo) -> bool:
-    """Check that a strategy has a program's precision and steps its optimizers."""
+    """Check that a strategy has a program's precision, steps its optimizers, and takes its models if compiled."""
+    if program.compiled and Capability.COMPILE not in card.capabilities:
+        return False
     whole = any(spec.kind in WHOLE for spec in program.optimizers)
     return program.precision in card.precisions and not (whole and Capability.ANY_OPTIMIZER not in card.capabilities)
 
@@ -165,8 +178,16 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         averaged=chance.random() < 0.08 and precision in EXACT,
         options=_options(offered(strategy), chance),
     )
+    drawn = _compiled(drawn, card, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
     return dataclasses.replace(drawn, optimizers=lacking)
+
+
+def _compiled(program: Program, card: StrategyInfo, chance: random.Random) -> Program:
+    """Return a program that may be compiled; rarely, for that takes seconds."""
+    compiled = dataclasses.replace(program, compiled=chance.choice(COMPILED))
+    rare = chance.random() < 0.02 and Capability.COMPILE in card.capabilities
+    return compiled if rare and _may_be_compiled(compiled) else program
 
 
 def _precision(card: StrategyInfo, chance: random.Random) -> str:

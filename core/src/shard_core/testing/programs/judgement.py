@@ -115,9 +115,9 @@ def judge(program: Program, worlds: Callable[[int], World], *, timeout: float | 
 
 
 def patience(program: Program) -> float:
-    """Return how many seconds a program may take: more where a strategy's devices compile every new shape of it."""
+    """Return how many seconds a program may take: more where it is compiled, or each new shape of it."""
     compiles = any("cpu" not in plugins.find(name).devices for name in _names(program))
-    return _PATIENCE_OF_COMPILERS if compiles else _PATIENCE
+    return _PATIENCE_OF_COMPILERS if compiles or program.compiled else _PATIENCE
 
 
 def _judge(program: Program, worlds: Callable[[int], World], timeout: float) -> Judgement:

@@ -115,6 +115,7 @@ def run(text: str, folder: str, segment: Segment) -> Trace:
         stop = rank.stop(error)
     finally:
         rank.teardown()
+        torch.compiler.reset()  # or its caches would grow from program to program
     return Trace(data_rank=rank.data_rank, begin=segment.begin, shown=rank.shown, stop=stop)
 
 

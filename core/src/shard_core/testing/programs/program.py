@@ -61,6 +61,7 @@ class Program:
         optimizers: Its optimizers.
         late: Whether optimizers are made after setup.
         averaged: Whether the first model has an exponential moving average.
+        compiled: Where ``torch.compile`` comes in: ``""`` for nowhere, or one of ``settings.COMPILED``.
         options: Of the strategies that have them, from ``OPTIONS``, as they are written in Python.
         operations: What it does.
     """
@@ -73,6 +74,7 @@ class Program:
     optimizers: tuple[OptimizerSpec, ...]
     late: bool = False
     averaged: bool = False
+    compiled: str = ""
     options: tuple[str, ...] = ()
     operations: tuple[Operation, ...] = ()
 

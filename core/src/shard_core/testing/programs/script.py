@@ -38,6 +38,11 @@ _TAIL = """\
 if __name__ == "__main__":  # {commands}
     {call}()
 """
+_COMPILED = {
+    "before": "{name} = torch.compile({name}, backend='aot_eager')",
+    "in place": "{name}.compile(backend='aot_eager')",
+    "after": "{name}.compile(backend='aot_eager')",
+}
 _OPTIMIZERS = {
     "sgd": "SGD({parameters}, lr=0.05{more})",
     "momentum": "SGD({parameters}, lr=0.05, momentum=0.9{more})",
@@ -82,11 +87,15 @@ def _build(program: Program) -> Iterator[str]:
     yield f"    strategy.seed_everything({program.seed})"
     yield "    with strategy.module_init_context():"
     for name, model in zip(MODULES, program.models, strict=False):
-        yield f"        {name} = Model({', '.join(map(repr, model.parts))}, output={model.output!r})"
+        arguments = [*map(repr, model.parts), f"output={model.output!r}"]
+        yield f"        {name} = Model({', '.join(arguments)})"
+    compiling = [f"    {_COMPILED[program.compiled].format(name=name)}" for name in _names(program) if program.compiled]
+    if program.compiled != "after":
+        yield from compiling
     made = [f"    {name} = {_optimizer(program, spec)}" for name, spec in _optimizers(program)]
     if not program.late:
         yield from made
-    for number, name in enumerate(MODULES[: len(program.models)]):
+    for number, name in enumerate(_names(program)):
         own = [each for each, spec in _optimizers(program) if spec.module == number]
         if program.late:
             yield f"    {name} = strategy.setup_module({name})"
@@ -97,6 +106,8 @@ def _build(program: Program) -> Iterator[str]:
         yield from made
         for name, _ in _optimizers(program):
             yield f"    {name} = strategy.setup_optimizer({name})"
+    if program.compiled == "after":
+        yield from compiling
     for name, (optimizer, spec) in zip(SCHEDULERS, _optimizers(program), strict=False):
         if spec.scheduled:
             yield f"    {name} = torch.optim.lr_scheduler.StepLR({optimizer}, 1, 0.9)"
@@ -125,6 +136,10 @@ def _main(program: Program) -> Iterator[str]:
         yield from (f"    {line}" for line in lines)
         yield f"    show({number}{''.join(f', {each}' for each in shown)})"
     yield "    strategy.teardown()"
+
+
+def _names(program: Program) -> tuple[str, ...]:
+    return MODULES[: len(program.models)]
 
 
 def _optimizers(program: Program) -> list[tuple[str, OptimizerSpec]]:

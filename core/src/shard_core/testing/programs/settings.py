@@ -53,6 +53,10 @@ CAST = ("64-true", "bf16-true")
 """Those that cast parameters."""
 MADE_WHOLE = ("adagrad", "nadam", "asgd")
 """Optimizers with numbers of their own dtype beside parameters, which torch casts with these when it loads them."""
+COMPILED = ("before", "in place", "after")
+"""Where models are compiled: before setup by ``torch.compile(model)`` or ``model.compile()``, or after it by this."""
+NOT_COMPILED = ("counter",)
+"""Parts that torch's compiler gets wrong."""
 FUSED = ("sgd", "momentum", "nesterov", "adamw", "amsgrad", "adagrad")
 """Those that torch can compute in one kernel on the CPU."""
 
@@ -67,6 +71,10 @@ LEFT_OUT = (
     "Adafactor of a parameter without elements, by whose number torch divides",
     "Adagrad, NAdam and ASGD in 64-true and bf16-true: torch casts what they count in one number when it loads it",
     "fused SGD of bfloat16 parameters, which torch 2.13 computes wrong on the CPU",
+    "a compiled model with a buffer that its forward both changes and computes with: torch 2.13 computes its gradients "
+    "with what the buffer was changed to once more",
+    "two backwards through one graph of a compiled model, which torch's compiler refuses",
+    "a state dict loaded into what torch.compile returned, where torch prefixes all names",
     "averages of weights, and losses over all ranks' outputs, in 16 bits: how those add up is the engine's",
     "a part left out of an optimizer under torch's gradient scaler, which unscales what an optimizer has",
     "precision 16-true, and on devices other than the CPU all but 32-true",

@@ -68,6 +68,8 @@ class Situation:
                 allowed = self._lacks(which)
             case ops.UpdateAverage() | ops.ShowAverage():
                 allowed = self._program.averaged
+            case ops.LoadStateDict():
+                allowed = self._program.compiled != "before"
             case ops.Load():
                 allowed = self._saved == self._added
             case ops.Switch(world_size=size):
@@ -80,6 +82,8 @@ class Situation:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""
         reached = _reached(operation)
         if max(reached) >= len(self._modules) or len(operation.rows) != self.world_size:
+            return False
+        if operation.how == "retain_graph" and self._program.compiled:
             return False
         final = any(self._modules[each].stale or self._modules[each].clipped for each in reached)
         if final and (self._scaled or operation.denominator):
