@@ -205,6 +205,15 @@ def on_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], object])
     return handle
 
 
+def sparse_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of a module whose gradients are sparse, by name: those of embeddings that were made so."""
+    return {
+        f"{name}.weight".removeprefix("."): part.weight
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
+    }
+
+
 def is_differentiable(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's dtype may have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()

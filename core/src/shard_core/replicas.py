@@ -56,6 +56,14 @@ class AveragedGradients:
             parameter.grad /= dist.get_world_size()
 
 
+_SPARSE, _DENSE = 1, 2
+
+
+def _layout(gradient: torch.Tensor | None) -> int:
+    """Return a number for a gradient's layout, larger where it can hold the other's, and 0 for none."""
+    return 0 if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+
+
 @torch.no_grad()
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Average gradients over all ranks, any of which may lack some; those that no rank has stay None.
@@ -65,14 +73,16 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     Args:
         parameters: The same on every rank, at least one.
     """
-    reached = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    reached = reached.to(parameters[0].device)
-    dist.all_reduce(reached, op=dist.ReduceOp.MAX)
+    layouts = torch.tensor([_layout(parameter.grad) for parameter in parameters], dtype=torch.int32)
+    layouts = layouts.to(parameters[0].device)
+    dist.all_reduce(layouts, op=dist.ReduceOp.MAX)
     messages = []
-    for parameter, anywhere in zip(parameters, reached.tolist(), strict=True):
-        if anywhere:
+    for parameter, layout in zip(parameters, layouts.tolist(), strict=True):
+        if layout:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            if layout != _layout(parameter.grad):
+                parameter.grad = parameter.grad.to_sparse(1) if layout == _SPARSE else parameter.grad.to_dense()
             messages.append(dist.all_reduce(parameter.grad.div_(dist.get_world_size()), async_op=True))
     for message in messages:
         message.wait()

@@ -107,3 +107,28 @@ def compile_with_small_buckets() -> list[float]:
 
 def test_what_is_compiled_may_have_small_buckets(worlds: Any) -> None:
     assert worlds(2).run(compile_with_small_buckets, timeout=100.0) == [[1.5, 3.0]] * 2
+
+
+def embed(static: bool) -> dict[str, list[float]]:
+    """Return gradients where one is sparse between others, which one rank's batch has no part in at all."""
+    with get_strategy("ddp", static_graph=static) as strategy:
+        module = nn.Sequential(nn.Linear(1, 1), nn.Embedding(3, 1, sparse=True), nn.Linear(1, 1))
+        for parameter in module.parameters():
+            nn.init.ones_(parameter)
+        first, embedding, last = module
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.forward = lambda rows, given: last(first(given) + embedding(rows).sum()).sum()  # type: ignore[method-assign]
+        model, _ = strategy.setup_module_and_optimizers(module, [optimizer])
+        rows = [[0, 0], []][strategy.global_rank]
+        strategy.backward(model(torch.tensor(rows, dtype=torch.long), torch.ones(1, 1)), model)
+        assert embedding.weight.grad.is_sparse
+        shown = strategy.module_gradients(model)
+        own = {name: each.grad.to_dense().flatten().tolist() for name, each in module.named_parameters()}
+        assert not shown or own == {name: each.flatten().tolist() for name, each in shown.items()}
+        return own
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_gradients_beside_a_sparse_one_are_averaged_once(worlds: Any, static: bool) -> None:
+    truth = {"0.weight": [1.0], "0.bias": [1.0], "1.weight": [1.0, 0.0, 0.0], "2.weight": [3.0], "2.bias": [1.0]}
+    assert worlds(2).run(embed, static) == [truth] * 2

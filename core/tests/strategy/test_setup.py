@@ -8,6 +8,7 @@ from torch import nn
 
 from shard_core import get_strategy
 from shard_core.errors import InvalidOption, SetupError
+from shard_core.strategies.ddp import DDPStrategy
 from shard_core.testing import models
 
 
@@ -139,3 +140,30 @@ def frozen_only(strategy_name: str) -> Any:
 def test_a_module_without_gradients_is_rank_zeros_everywhere(worlds: Any) -> None:
     first, second = worlds(2).run(frozen_only, "ddp")
     assert torch.equal(first, second)
+
+
+class Dense(DDPStrategy):
+    """A strategy whose engine sends dense gradients alone."""
+
+    engine_takes_sparse_gradients = False
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_sparse_gradients_are_refused_by_name_where_an_engine_sends_none(late: bool) -> None:
+    module = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    refused = pytest.raises(SetupError, match=r"the gradient of '0.weight' is sparse, .* make its embedding without")
+    with Dense(accelerator="cpu") as strategy:
+        if late:
+            strategy.setup_module(module)
+            with refused:
+                strategy.setup_optimizer(optimizer)
+        else:
+            with refused:
+                strategy.setup_module_and_optimizers(module, [optimizer])
+
+
+def test_a_frozen_embedding_may_be_sparse() -> None:
+    module = nn.Sequential(nn.Embedding(3, 2, sparse=True).requires_grad_(False), nn.Linear(2, 1))
+    with Dense(accelerator="cpu") as strategy:
+        strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), lr=1.0)])

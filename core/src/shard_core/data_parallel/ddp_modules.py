@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shard_core.data.transfer import move
 from shard_core.errors import SetupError
-from shard_core.gradients import graph_nodes, is_differentiable, on_gradient
+from shard_core.gradients import graph_nodes, is_differentiable, on_gradient, sparse_parameters
 from shard_core.parameters import plain_name
 from shard_core.replicas import average_gradients, send_values
 from shard_core.structures import is_nested
@@ -58,6 +58,18 @@ class DDPModules:
         Returns:
             The ``DistributedDataParallel`` around it; the module itself if nothing in it is to be trained yet.
         """
+        # Torch's wrapper divides gradients twice that come after a sparse one, unless the graph is static. What is
+        # frozen here it leaves out, and backward averages that, too.
+        sparse = [parameter for parameter in sparse_parameters(module).values() if parameter.requires_grad]
+        for parameter in sparse:
+            parameter.requires_grad_(False)
+        try:
+            return self._wrap(module)
+        finally:
+            for parameter in sparse:
+                parameter.requires_grad_(True)
+
+    def _wrap(self, module: nn.Module) -> nn.Module:
         wrapped = module
         if any(parameter.requires_grad for parameter in module.parameters()):
             wrapped = DistributedDataParallel(

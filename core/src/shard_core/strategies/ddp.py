@@ -35,6 +35,7 @@ class DDPStrategy(TorchEngine, Strategy):
     default_info = DDP
     config_type = DDPConfig
     config: DDPConfig
+    engine_takes_sparse_gradients = True
 
     @functools.cached_property
     def _ddp(self) -> DDPModules:

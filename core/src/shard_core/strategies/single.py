@@ -40,6 +40,7 @@ class SingleStrategy(TorchEngine, Strategy):
     config_type = SingleConfig
     config: SingleConfig
     engine_minds_plain_backward = True
+    engine_takes_sparse_gradients = True
     engine_collectives_types = {"single": SingleCollectives}
     engine_backward_keywords = ("gradient", "retain_graph", "create_graph", "inputs")
 

@@ -75,6 +75,9 @@ class Engine(abc.ABC):
     #: core refuses it: gradients that ``engine_backward`` alone averages would stay on their rank.
     engine_minds_plain_backward: ClassVar[bool] = False
 
+    #: Whether embeddings may be made with ``sparse=True``. Elsewhere core refuses to train them.
+    engine_takes_sparse_gradients: ClassVar[bool] = False
+
     #: Keywords of ``Tensor.backward`` that ``engine_backward`` honours; others are refused by name.
     engine_backward_keywords: ClassVar[Sequence[str]] = ("gradient", "retain_graph")
 

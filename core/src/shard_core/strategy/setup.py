@@ -13,7 +13,7 @@ from shard_core._versions import is_compiled
 from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
-from shard_core.gradients import is_differentiable, on_gradient
+from shard_core.gradients import is_differentiable, on_gradient, sparse_parameters
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.optim.kernels import zero_one_by_one
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
@@ -126,6 +126,7 @@ class StrategySetup(StrategyLifecycle):
             self._require(Capability.MULTIPLE_OPTIMIZERS)
         self.collectives.barrier("setup_optimizer")
         self._require_elementwise([optimizer])
+        self._require_dense(known.module)
         known.check_groups(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
         zero_one_by_one(optimizer)
@@ -201,6 +202,8 @@ class StrategySetup(StrategyLifecycle):
         kind = type(module).__name__  # engines may exchange the class
         self.collectives.barrier(f"setup of {kind}")
         self._require_elementwise(optimizers)
+        if optimizers:
+            self._require_dense(module)
         refuse_quantized(module)
         names = ParameterNames(module)
         check_no_gradients(names)
@@ -271,6 +274,17 @@ class StrategySetup(StrategyLifecycle):
             for slot, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     optimizer.state[parameter][slot] = self.engine_lay_out_state(parameter, slot, value)
+
+    def _require_dense(self, module: torch.nn.Module) -> None:
+        """Refuse to train what has sparse gradients, where the engine sends dense ones alone."""
+        if type(self).engine_takes_sparse_gradients:
+            return
+        for name, parameter in sparse_parameters(module).items():
+            if parameter.requires_grad:
+                raise SetupError(
+                    f"the gradient of {plain_name(name)!r} is sparse, and strategy {self.info.name!r} sends dense ones "
+                    "alone; make its embedding without sparse=True, or freeze it with requires_grad_(False)."
+                )
 
     def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse on all ranks what rank 0 refuses; were each to judge for itself, some might go on alone."""

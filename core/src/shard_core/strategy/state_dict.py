@@ -54,8 +54,9 @@ class StrategyStateDict(StrategyCollectives):
                 is on this rank.
 
         Returns:
-            Copies by name, in the dtype the engine keeps gradients in, named as by ``module_state_dict``. Parameters
-            that no backward has reached are left out, and those that no optimizer steps, if the module has one.
+            Copies by name, dense and in the dtype the engine keeps gradients in, named as by ``module_state_dict``.
+            Parameters that no backward has reached are left out, and those that no optimizer steps, if the module has
+            one.
 
         Raises:
             SetupError: If the last backward was inside ``no_backward_sync``.
@@ -145,7 +146,9 @@ class _Gradients(torch.optim.Optimizer):
     def take(self) -> None:
         for parameter in self.param_groups[0]["params"]:
             gradient = parameter.grad
-            self.state[parameter][_SLOT] = torch.zeros_like(parameter.detach()) if gradient is None else gradient
+            if gradient is None:
+                gradient = torch.zeros_like(parameter.detach())
+            self.state[parameter][_SLOT] = gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _local_tensors(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
