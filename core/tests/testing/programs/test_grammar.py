@@ -124,6 +124,28 @@ def test_what_torchs_compiler_does_not_do_is_illegal(compiled, parts, operations
     assert not legal(dataclasses.replace(program, compiled=compiled))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optimizers": (OptimizerSpec(kind="adamw"),)},
+        {"optimizers": (OptimizerSpec(weight_decay=0.05),)},
+        {"optimizers": (OptimizerSpec(fused=True),)},
+        {"optimizers": (OptimizerSpec(without="sparse"),)},
+        {"precision": "16-mixed"},
+        {"operations": (BACKWARD, ops.ClipNorm(max_norm=1.0))},
+        {"operations": (BACKWARD, ops.ClipValue(value=1.0))},
+    ],
+)
+def test_what_torch_does_not_do_with_sparse_gradients_is_illegal(fields):
+    dense = dataclasses.replace(PLAIN, models=(ModelSpec(parts=("padded",)),))
+    sparse = dataclasses.replace(PLAIN, models=(ModelSpec(parts=("sparse",)),))
+    assert legal(sparse)
+    assert not legal(dataclasses.replace(sparse, **fields))
+    if "without" not in str(fields):
+        fields = {**fields, "models": dense.models}
+    assert legal(dataclasses.replace(dense, **fields)) or "sparse" in str(fields)
+
+
 def test_programs_are_long(drawn):
     lengths = sorted(len(program.operations) for program in drawn)
     assert lengths[len(lengths) // 2] >= 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shard_core import plugins
 from shard_core.capability import Capability
@@ -23,6 +23,7 @@ from shard_core.testing.programs.settings import (
     NOT_COMPILED,
     OPTIONS,
     PRECISIONS,
+    SPARSE,
     WHOLE,
     offered,
     splits_layers,
@@ -41,7 +42,7 @@ _NEEDS = {
     ops.ClipValue: Capability.CLIP_VALUE,
 }
 """What a strategy may lack; that it refuses then is a promise of its own."""
-_RARE = {"empty": 0.3, "hooked_parameter": 0.2}
+_RARE = {"empty": 0.3, "sparse": 0.3, "hooked_parameter": 0.2}
 """How often a part is drawn, where less often than the others."""
 
 _WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
@@ -74,7 +75,20 @@ def _possible(program: Program) -> bool:
         return False
     if program.compiled and not _may_be_compiled(program):
         return False
+    if not all(_may_be_sparse(program, spec) for spec in program.optimizers if _is_sparse(program, spec)):
+        return False
     return all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
+
+
+def _is_sparse(program: Program, spec: OptimizerSpec) -> bool:
+    """Check whether some gradients of an optimizer's module are sparse."""
+    return "sparse" in program.models[spec.module].parts
+
+
+def _may_be_sparse(program: Program, spec: OptimizerSpec) -> bool:
+    """Check that torch steps sparse gradients by an optimizer."""
+    plain = not spec.fused and not spec.weight_decay and spec.without != "sparse"
+    return spec.kind in SPARSE and plain and not POLICIES[program.precision].scaled
 
 
 def _may_be_compiled(program: Program) -> bool:
@@ -89,6 +103,7 @@ def _may_lack(program: Program, spec: OptimizerSpec, part: str) -> bool:
     alone = [each.module for each in program.optimizers].count(spec.module) == 1
     # Torch 2.9's Adagrad has no state for a group that it was not made with.
     alone = alone and not POLICIES[program.precision].scaled
+    alone = alone and part != "sparse"  # an added group has weight decay
     return alone and spec.kind != "adagrad" and part in program.models[spec.module].parts
 
 
@@ -164,6 +179,11 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
     if precision in CAST and any(spec.kind in MADE_WHOLE for spec in optimizers):
         precision = "32-true"
     optimizers = [_fused(spec, precision, chance) for spec in optimizers]
+    if any("sparse" in model.parts for model in models):
+        precision = "32-true" if POLICIES[precision].scaled else precision
+        kinds = [kind for kind in SPARSE if precision not in CAST or kind not in MADE_WHOLE]
+        changes: dict[str, Any] = {"kind": chance.choice(kinds), "fused": False, "weight_decay": 0.0}
+        optimizers = [dataclasses.replace(spec, **changes) for spec in optimizers]
     late = chance.random() < 0.2
     if late and own_kernels:
         optimizers = [dataclasses.replace(spec, fused=False) for spec in optimizers]

@@ -170,5 +170,5 @@ def _flat(value: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
+        return value.detach().to_dense().cpu().clone()
     return {name: _copied(each) for name, each in value.items()} if isinstance(value, dict) else value

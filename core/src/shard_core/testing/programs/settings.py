@@ -53,6 +53,8 @@ CAST = ("64-true", "bf16-true")
 """Those that cast parameters."""
 MADE_WHOLE = ("adagrad", "nadam", "asgd")
 """Optimizers with numbers of their own dtype beside parameters, which torch casts with these when it loads them."""
+SPARSE = ("sgd", "adagrad")
+"""Those that step sparse gradients, without weight decay and not fused; SGD's momentum would be sparse, too."""
 COMPILED = ("before", "in place", "after")
 """Where models are compiled: before setup by ``torch.compile(model)`` or ``model.compile()``, or after it by this."""
 NOT_COMPILED = ("counter",)
@@ -77,6 +79,8 @@ LEFT_OUT = (
     "a state dict loaded into what torch.compile returned, where torch prefixes all names",
     "averages of weights, and losses over all ranks' outputs, in 16 bits: how those add up is the engine's",
     "a part left out of an optimizer under torch's gradient scaler, which unscales what an optimizer has",
+    "clipping, a gradient scaler, weight decay, fused kernels and all optimizers but SGD without momentum and Adagrad "
+    "where gradients are sparse: torch has no kernels for most of that",
     "precision 16-true, and on devices other than the CPU all but 32-true",
     "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
     "one outside: the contract refuses them",

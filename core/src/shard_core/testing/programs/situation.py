@@ -50,7 +50,9 @@ class Situation:
         match operation:
             case ops.Backward():
                 allowed = self._adds_up(operation)
-            case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
+            case ops.ClipNorm() | ops.ClipValue():
+                allowed = not module.deferred and "sparse" not in self._program.models[number].parts
+            case ops.Step() | ops.EditGradients() | ops.ShowGradients():
                 allowed = not module.deferred
             case ops.Closure(rows=rows):
                 allowed = alone and not module.deferred and not self._scaled and len(rows) == self.world_size

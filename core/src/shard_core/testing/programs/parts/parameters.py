@@ -109,6 +109,18 @@ class _Padded(Part):
         return out
 
 
+class _Sparse(Part):
+    """An embedding whose gradient holds the rows alone that were looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        out: torch.Tensor = self.layer(tokens)
+        return out
+
+
 class _Shared(Part):
     """A weight with three users."""
 
@@ -152,6 +164,7 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "frozen": _Frozen,
     "adapter": _Adapter,
     "padded": _Padded,
+    "sparse": _Sparse,
     "shared": _Shared,
     "spare": _Spare,
     "wide": _Wide,

@@ -141,13 +141,15 @@ class PlainRun:
         """
         parameters = [parameter for model in self.models for parameter in model.parameters() if parameter.numel()]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        largest = max([float(each.abs().max()) for each in gradients], default=0.0)
+        largest = max([float(each.to_dense().abs().max()) for each in gradients], default=0.0)
         size = self._precision.jitter
         with torch.no_grad():
             for parameter in parameters:
                 parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator).to(parameter))
             for gradient in gradients:
-                gradient.add_(size * largest * torch.randn(gradient.shape, generator=generator).to(gradient))
+                moved = size * largest * torch.randn(gradient.shape, generator=generator).to(gradient.dtype)
+                # What a sparse gradient has no rows of is zero wherever it is computed.
+                gradient.add_(moved.sparse_mask(gradient.coalesce()) if gradient.is_sparse else moved)
 
     def _each(
         self, turn: Callable[[int], Values], together: Callable[[list[Values]], Values] | None = None
@@ -226,7 +228,8 @@ class PlainRun:
                 factor = len(self._ranks) / count.total if count.total and not count.divided else 1.0
                 factors |= {each: factor for group in optimizer.param_groups for each in group["params"]}
         named = self.models[module].named_parameters(remove_duplicate=False)
-        return {name: each.grad * factors[each] for name, each in named if each in factors and each.grad is not None}
+        taken = ((name, each) for name, each in named if each in factors and each.grad is not None)
+        return {name: (each.grad * factors[each]).to_dense() for name, each in taken}
 
     def _seed(self, seed: int) -> None:
         self.generators = []
