@@ -10,8 +10,8 @@ import pytest
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.parts import PARTS
-from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program, segments
-from shard_core.testing.programs.settings import COMPILED, KINDS, PRECISIONS, offered
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program, segments, share_of
+from shard_core.testing.programs.settings import COMPILED, KINDS, PRECISIONS, TAKES, offered
 
 PLAIN = Program(seed=0, strategy="ddp", models=(ModelSpec(parts=("linear",)),), optimizers=(OptimizerSpec(),))
 BACKWARD = ops.Backward(key=1, rows=(2, 2))
@@ -43,7 +43,7 @@ def test_everything_is_drawn(drawn):
     ways = {(type(each), each.how) for program in drawn for each in program.operations if type(each) in ops.WAYS}
     assert ways == {(kind, how) for kind, hows in ops.WAYS.items() for how in hows}
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
-    assert {each.kind for program in drawn for each in program.optimizers} == set(KINDS)
+    assert {each.kind for program in drawn for each in program.optimizers} == {*KINDS, *TAKES}
     assert {program.precision for program in drawn} == set(PRECISIONS)
     assert {option for program in drawn for option in program.options} == set(offered("ddp"))
 
@@ -146,6 +146,33 @@ def test_what_torch_does_not_do_with_sparse_gradients_is_illegal(fields):
     assert legal(dataclasses.replace(dense, **fields)) or "sparse" in str(fields)
 
 
+MUON, REST = OptimizerSpec(kind="muon"), OptimizerSpec(kind="adamw")
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "is_legal"),
+    [
+        ((MUON, REST), True),
+        ((REST, MUON), True),
+        ((MUON,), False),
+        ((MUON, MUON), False),
+        ((dataclasses.replace(MUON, groups=2), REST), False),
+        ((dataclasses.replace(MUON, foreach=True), REST), False),
+    ],
+)
+def test_an_optimizer_of_matrices_has_one_of_the_rest_beside_it(optimizers, is_legal):
+    program = dataclasses.replace(PLAIN, optimizers=optimizers)
+    assert legal(program) is is_legal
+    if is_legal:
+        shares = {each.kind: share_of(program, each) for each in optimizers}
+        assert shares == {"muon": "matrices", "adamw": "rest"}
+
+
+def test_what_looks_at_whole_tensors_is_drawn_where_it_may():
+    kinds = {each.kind for seed in range(300) for each in draw(seed, "deepspeed_stage_2").optimizers}
+    assert "muon" not in kinds
+
+
 def test_programs_are_long(drawn):
     lengths = sorted(len(program.operations) for program in drawn)
     assert lengths[len(lengths) // 2] >= 12
@@ -154,7 +181,7 @@ def test_programs_are_long(drawn):
 @pytest.mark.slow
 def test_nearly_every_operation_follows_every_other():
     pairs = set()
-    for seed in range(2000):
+    for seed in range(2500):
         pairs.update(itertools.pairwise(kinds_of(draw(seed, "ddp", others=("fsdp",)))))
     assert len(pairs) >= 0.95 * len(ops.KINDS) ** 2
 

@@ -247,3 +247,37 @@ def test_a_step_is_skipped_where_a_gradient_overflows_and_the_factor_halved():
     after = oracle.play(ops.Step())[0]
     assert after["stepped"] is False
     assert all(torch.equal(after[name], value) for name, value in before.items() if name.startswith("weights"))
+
+
+def test_two_optimizers_take_matrices_and_the_rest():
+    program = Program(
+        seed=SEED,
+        strategy="ddp",
+        world_size=1,
+        models=(ModelSpec(parts=("linear", "convolution")),),
+        optimizers=(OptimizerSpec(kind="muon", weight_decay=0.05), OptimizerSpec()),
+    )
+    oracle, model = Oracle(program, 1, {"ddp": False}), model_of("linear", "convolution")
+    matrices = [each for each in model.parameters() if each.ndim == 2]
+    muon = torch.optim.Muon(matrices, lr=0.002, weight_decay=0.05)
+    rest = torch.optim.SGD([each for each in model.parameters() if each.ndim != 2], lr=0.05)
+    given = batch(1, 0, 2)
+    loss_of(model(given), given).backward()
+    muon.step()
+    rest.step()
+    for operation in (ops.Backward(key=1, rows=(2,)), ops.Step(), ops.Step(optimizer=1)):
+        oracle.play(operation)
+    assert_weights(oracle, model, rtol=0, atol=0)
+
+
+def test_sparse_gradients_are_averaged_like_dense_ones():
+    shown = []
+    for part in ("sparse", "embedding"):
+        oracle = oracle_of(part, ranks=2)
+        oracle.play(ops.Backward(key=1, rows=(2, 3)))
+        (gradients, _) = oracle.play(ops.ShowGradients())
+        shown.append({name.replace(part, "part"): each for name, each in gradients["gradients"].items()})
+        oracle.jitter(torch.Generator().manual_seed(0))
+    assert shown[0].keys() == shown[1].keys()
+    for name, gradient in shown[0].items():
+        torch.testing.assert_close(gradient, shown[1][name])

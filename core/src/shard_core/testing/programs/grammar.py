@@ -24,6 +24,7 @@ from shard_core.testing.programs.settings import (
     OPTIONS,
     PRECISIONS,
     SPARSE,
+    TAKES,
     WHOLE,
     offered,
     splits_layers,
@@ -73,11 +74,24 @@ def _possible(program: Program) -> bool:
         return False
     if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
         return False
+    if not _shared_as_taken(program):
+        return False
     if program.compiled and not _may_be_compiled(program):
         return False
     if not all(_may_be_sparse(program, spec) for spec in program.optimizers if _is_sparse(program, spec)):
         return False
     return all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
+
+
+def _shared_as_taken(program: Program) -> bool:
+    """Check that an optimizer that takes some parameters only is one of two, and has no keyword that torch's lacks."""
+    for spec in program.optimizers:
+        peers = [each.kind for each in program.optimizers if each.module == spec.module]
+        if spec.kind in TAKES and (len(peers) != 2 or peers.count(spec.kind) != 1 or spec.groups != 1):
+            return False
+        if spec.kind in TAKES and (spec.maximize or spec.fused or spec.foreach is not None):
+            return False
+    return True
 
 
 def _is_sparse(program: Program, spec: OptimizerSpec) -> bool:
@@ -199,6 +213,8 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
         options=_options(offered(strategy), chance),
     )
     drawn = _compiled(drawn, card, chance)
+    if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):
+        drawn = _taking(drawn, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
     return dataclasses.replace(drawn, optimizers=lacking)
 
@@ -208,6 +224,16 @@ def _compiled(program: Program, card: StrategyInfo, chance: random.Random) -> Pr
     compiled = dataclasses.replace(program, compiled=chance.choice(COMPILED))
     rare = chance.random() < 0.02 and Capability.COMPILE in card.capabilities
     return compiled if rare and _may_be_compiled(compiled) else program
+
+
+def _taking(program: Program, chance: random.Random) -> Program:
+    """Return a program of two optimizers over one model, the first of which may take some parameters only."""
+    if chance.random() < 0.8:
+        return program
+    first, second = program.optimizers
+    plain: dict[str, Any] = {"groups": 1, "maximize": False, "foreach": None, "fused": False}
+    first = dataclasses.replace(first, kind=chance.choice(list(TAKES)), **plain)
+    return dataclasses.replace(program, optimizers=(first, second))
 
 
 def _precision(card: StrategyInfo, chance: random.Random) -> str:

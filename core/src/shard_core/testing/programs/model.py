@@ -123,20 +123,25 @@ def fed_back(given: Batch, output: Output) -> Batch:
 
 
 def parameters_of(
-    model: nn.Module, groups: int = 1, share: int | None = None, without: str = ""
+    model: nn.Module, groups: int = 1, share: int | str | None = None, without: str = ""
 ) -> list[dict[str, Any]]:
     """List a model's parameters as param groups.
 
     Args:
         model: Any model.
         groups: 1, or 2: matrices, and the rest at twice the learning rate and without weight decay.
-        share: 0 or 1 for every other parameter, where two optimizers share a model.
+        share: Where two optimizers share a model 0 or 1 for every other parameter, ``"matrices"`` for those with two
+            dims, or ``"rest"`` for the others.
         without: The part whose parameters are left out, for a group that is added later.
 
     Returns:
         What an optimizer takes.
     """
-    named = list(model.named_parameters())[slice(share, None, None if share is None else 2)]
+    named = list(model.named_parameters())
+    if isinstance(share, str):
+        named = [(name, each) for name, each in named if (each.ndim == 2) is (share == "matrices")]
+    elif share is not None:
+        named = named[share::2]
     parameters = [each for name, each in named if f"parts.{without}." not in name]
     if groups == 1:
         return [{"params": parameters}]

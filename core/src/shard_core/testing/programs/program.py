@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_core.errors import InvalidOption
 from shard_core.testing.programs.operations import Switch, checked, operation_from, record_of
+from shard_core.testing.programs.settings import TAKES
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
@@ -27,7 +28,7 @@ class OptimizerSpec:
 
     Attributes:
         module: Whose parameters it steps.
-        kind: One of ``settings.KINDS``, such as ``"sgd"``.
+        kind: One of ``settings.KINDS``, such as ``"sgd"``, or of ``settings.TAKES``.
         groups: 1, or 2: matrices, and the rest at another learning rate.
         maximize: Whether it goes uphill.
         foreach: Torch's keyword.
@@ -114,6 +115,17 @@ def segments(program: Program) -> list[Segment]:
         if isinstance(each, Switch) and each.world_size
     ]
     return [Segment(-1, program.strategy, program.world_size), *switches]
+
+
+def share_of(program: Program, spec: OptimizerSpec) -> int | str | None:
+    """Return which parameters of its module an optimizer takes, as ``parameters_of`` does: None for all."""
+    peers = [each for each in program.optimizers if each.module == spec.module]
+    if len(peers) == 1:
+        return None
+    taken = next((TAKES[each.kind] for each in peers if each.kind in TAKES), None)
+    if taken is None:
+        return peers.index(spec)
+    return taken if spec.kind in TAKES else "rest"
 
 
 def from_json(text: str) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.program import segments
+from shard_core.testing.programs.program import segments, share_of
 from shard_core.testing.programs.statements import (
     MODULES,
     OPTIMIZERS,
@@ -57,6 +57,7 @@ _OPTIMIZERS = {
     "asgd": "ASGD({parameters}, lr=0.05, t0=1{more})",
     "adadelta": "Adadelta({parameters}, lr=0.5{more})",
     "adafactor": "Adafactor({parameters}, lr=0.02{more})",
+    "muon": "Muon({parameters}, lr=0.002{more})",
 }
 
 
@@ -147,10 +148,10 @@ def _optimizers(program: Program) -> list[tuple[str, OptimizerSpec]]:
 
 
 def _optimizer(program: Program, spec: OptimizerSpec) -> str:
-    peers = [each for each in program.optimizers if each.module == spec.module]
-    share = f", share={peers.index(spec)}" if len(peers) > 1 else ""
+    share = share_of(program, spec)
+    shared = f", share={share!r}" if share is not None else ""
     without = f", without={spec.without!r}" if spec.without else ""
-    parameters = f"parameters_of({MODULES[spec.module]}, groups={spec.groups}{share}{without})"
+    parameters = f"parameters_of({MODULES[spec.module]}, groups={spec.groups}{shared}{without})"
     more = f", weight_decay={spec.weight_decay}"
     more += ", maximize=True" if spec.maximize else ""
     more += f", foreach={spec.foreach}" if spec.foreach is not None else ""

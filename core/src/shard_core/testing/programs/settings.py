@@ -41,9 +41,10 @@ KINDS = (
     *("sgd", "momentum", "nesterov", "adamw", "amsgrad", "rmsprop", "adagrad"),
     *("nadam", "radam", "adamax", "asgd", "adadelta", "adafactor"),
 )
-"""The kinds of optimizers. Not Rprop, which steps by the sign of a gradient, be it rounding; nor Muon and SparseAdam,
-which take some parameters only."""
-WHOLE = ("adafactor",)
+"""The kinds of optimizers that take all parameters. Not Rprop: it steps by the sign of a gradient, be it rounding."""
+TAKES = {"muon": "matrices"}
+"""Those that take some parameters only, and which; another optimizer takes the rest."""
+WHOLE = ("adafactor", "muon")
 """Those that look at whole tensors."""
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true")
 """The precisions; "16-true" overflows in plain PyTorch, too."""

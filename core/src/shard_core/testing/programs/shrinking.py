@@ -76,6 +76,7 @@ def _smaller(program: Program) -> Iterator[Program]:
         )
     elif len(program.optimizers) > 1:
         yield dataclasses.replace(program, optimizers=program.optimizers[:1])
+        yield dataclasses.replace(program, optimizers=program.optimizers[1:])
     for number, model in enumerate(program.models):
         for part in model.parts:
             yield _with_model(program, number, parts=tuple(each for each in model.parts if each != part))

@@ -70,22 +70,24 @@ class Situation:
                 allowed = self._lacks(which)
             case ops.UpdateAverage() | ops.ShowAverage():
                 allowed = self._program.averaged
-            case ops.LoadStateDict():
-                allowed = self._program.compiled != "before"
             case ops.Load():
                 allowed = self._saved == self._added
             case ops.Switch(world_size=size):
                 allowed = size != self.world_size
             case _:
                 allowed = True
-        return allowed
+        return allowed and self._compiles(operation)
+
+    def _compiles(self, operation: Operation) -> bool:
+        """Check whether an operation is one for models that are compiled, if the program's are."""
+        compiled = self._program.compiled
+        twice = isinstance(operation, ops.Backward) and operation.how == "retain_graph"
+        return not (compiled and twice) and not (compiled == "before" and isinstance(operation, ops.LoadStateDict))
 
     def _adds_up(self, operation: ops.Backward) -> bool:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""
         reached = _reached(operation)
         if max(reached) >= len(self._modules) or len(operation.rows) != self.world_size:
-            return False
-        if operation.how == "retain_graph" and self._program.compiled:
             return False
         final = any(self._modules[each].stale or self._modules[each].clipped for each in reached)
         if final and (self._scaled or operation.denominator):

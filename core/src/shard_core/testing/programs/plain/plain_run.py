@@ -11,6 +11,8 @@ import torch
 
 from shard_core.testing.programs.model import Batch, Model, parameters_of
 from shard_core.testing.programs.plain.precisions import PlainPrecision, input_dtype
+from shard_core.testing.programs.program import share_of
+from shard_core.testing.programs.settings import TAKES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,6 +36,7 @@ _OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 1}),
     "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.02}),
+    "muon": (torch.optim.Muon, {"lr": 0.002}),
 }
 
 
@@ -86,10 +89,11 @@ class PlainRun:
         self._sent: list[list[dict[str, torch.Tensor]]] = []
 
     def _optimizer(self, spec: OptimizerSpec) -> torch.optim.Optimizer:
-        peers = [each for each in self._program.optimizers if each.module == spec.module]
-        share = peers.index(spec) if len(peers) > 1 else None
+        share = share_of(self._program, spec)
         groups = parameters_of(self.models[spec.module], spec.groups, share, spec.without)
-        more: dict[str, Any] = {"weight_decay": spec.weight_decay, "maximize": spec.maximize, "foreach": spec.foreach}
+        more: dict[str, Any] = {"weight_decay": spec.weight_decay}
+        if spec.kind not in TAKES:
+            more |= {"maximize": spec.maximize, "foreach": spec.foreach}
         if spec.fused:
             more["fused"] = True
         kind, keywords = _OPTIMIZERS[spec.kind]
