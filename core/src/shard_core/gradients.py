@@ -205,7 +205,7 @@ def on_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], object])
     return handle
 
 
-def sparse_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def sparse_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters of a module whose gradients are sparse, by name: those of embeddings that were made so."""
     return {
         f"{name}.weight".removeprefix("."): part.weight

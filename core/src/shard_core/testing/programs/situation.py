@@ -50,9 +50,7 @@ class Situation:
         match operation:
             case ops.Backward():
                 allowed = self._adds_up(operation)
-            case ops.ClipNorm() | ops.ClipValue():
-                allowed = not module.deferred and "sparse" not in self._program.models[number].parts
-            case ops.Step() | ops.EditGradients() | ops.ShowGradients():
+            case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
                 allowed = not module.deferred
             case ops.Closure(rows=rows):
                 allowed = alone and not module.deferred and not self._scaled and len(rows) == self.world_size
@@ -76,13 +74,19 @@ class Situation:
                 allowed = size != self.world_size
             case _:
                 allowed = True
-        return allowed and self._compiles(operation)
+        return allowed and self._has_kernels(operation, number)
 
-    def _compiles(self, operation: Operation) -> bool:
-        """Check whether an operation is one for models that are compiled, if the program's are."""
-        compiled = self._program.compiled
-        twice = isinstance(operation, ops.Backward) and operation.how == "retain_graph"
-        return not (compiled and twice) and not (compiled == "before" and isinstance(operation, ops.LoadStateDict))
+    def _has_kernels(self, operation: Operation, number: int) -> bool:
+        """Check whether torch computes an operation where models are compiled, or gradients of one are sparse."""
+        match operation:
+            case ops.ClipNorm() | ops.ClipValue():
+                return "sparse" not in self._program.models[number].parts
+            case ops.Backward(how="retain_graph"):
+                return not self._program.compiled
+            case ops.LoadStateDict():
+                return self._program.compiled != "before"
+            case _:
+                return True
 
     def _adds_up(self, operation: ops.Backward) -> bool:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""

@@ -232,8 +232,11 @@ class PlainRun:
                 factor = len(self._ranks) / count.total if count.total and not count.divided else 1.0
                 factors |= {each: factor for group in optimizer.param_groups for each in group["params"]}
         named = self.models[module].named_parameters(remove_duplicate=False)
-        taken = ((name, each) for name, each in named if each in factors and each.grad is not None)
-        return {name: (each.grad * factors[each]).to_dense() for name, each in taken}
+        return {
+            name: (each.grad * factors[each]).to_dense()
+            for name, each in named
+            if each in factors and each.grad is not None
+        }
 
     def _seed(self, seed: int) -> None:
         self.generators = []
