@@ -1,5 +1,7 @@
 """Engines beside and after one another, options that change nothing, stage 0, and errors of one rank alone."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,26 @@ from shard_core import MissingCapability, SetupError, get_strategy
 from shard_core.testing import models, oracle, set_up, step, whole_weights
 
 _STEPS, _BATCH = 4, 12
+
+
+def train_and_leave(name: str) -> list[bool]:
+    """Train modules by a loss of two forwards, one module a strategy; return which of them are held afterwards."""
+    trained = []
+    for _ in range(2):
+        with get_strategy(name) as strategy:
+            model, optimizer = set_up(strategy, "plain", "sgd")
+            trained.append(weakref.ref(strategy.unwrap(model)))
+            batches = models.batches("plain", 2, _BATCH)
+            strategy.backward(sum(model(*models.share_of(strategy, each)) for each in batches), model)
+            strategy.optimizer_step(optimizer)
+        del strategy, model, optimizer
+    gc.collect()
+    return [each() is not None for each in trained]
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_teardown_lets_go_of_the_module(worlds: Any, name: str) -> None:
+    assert worlds(2).run(train_and_leave, name) == [[False, False]] * 2
 
 
 def gpt_truth(accumulate: int = 1) -> oracle.Trajectory:

@@ -19,7 +19,9 @@ copy is on this rank, its averaged gradient, and bringing stepped values to the 
 view. What is done about it can go when DeepSpeed sends them otherwise.
 
 ``module_forward_pre_hook`` and ``module_forward_post_hook`` of an engine, ``FWD_MODULE_STACK``: what ``destroy`` leaves
-on a module, and a list that keeps the module alive. They can go when ``destroy`` takes care of both.
+on a module, and a list that keeps the module alive. ``__params_to_release`` of ``PartitionedParameterCoordinator``: a
+cache on the class, which keeps all that a second forward has come through. They can go when ``destroy`` takes care of
+these.
 
 ``micro_step_id``, ``fp16_groups``, ``fp16_partitioned_groups_flat``, ``fp32_partitioned_groups_flat``,
 ``_reassign_or_swap_out_partitioned_parameters``, ``checkpoint_event_prologue`` and ``checkpoint_event_epilogue`` of the
@@ -45,6 +47,7 @@ notes on autograd alone.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import warnings
@@ -339,10 +342,14 @@ def publish_shards(zero: Any) -> None:
 
 
 def destroy(engine: Any) -> None:
-    """Detach an engine from its module; DeepSpeed leaves two hooks, and a list that keeps the module alive."""
+    """Detach an engine from its module; DeepSpeed leaves two hooks, and a list and a cache that keep it alive."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     engine.destroy()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
+    released = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    # Of every engine of the process: the others compute theirs once more.
+    inspect.getclosurevars(released).nonlocals["func"].cache_clear()

@@ -300,7 +300,7 @@ def distance(mine: Any, truth: Any, least: float = 0.0) -> float:
     """Return the largest difference relative to the largest true element; infinite for another shape or a NaN.
 
     Args:
-        mine: A tensor, a number, or a list of numbers.
+        mine: A tensor, a number, or a list of numbers; infinitely far if it is None.
         truth: What it should be.
         least: What it is relative to at least.
 
@@ -308,6 +308,8 @@ def distance(mine: Any, truth: Any, least: float = 0.0) -> float:
         >>> distance([1.0, 3.0], [1.0, 2.0])
         0.5
     """
+    if mine is None:
+        return math.inf
     true = torch.as_tensor(truth)
     own = torch.as_tensor(mine)
     if own.shape != true.shape:
