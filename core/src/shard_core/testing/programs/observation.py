@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import linecache
 import os
+import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +116,8 @@ def run(text: str, folder: str, segment: Segment) -> Trace:
         stop = rank.stop(error)
     finally:
         rank.teardown()
-        torch.compiler.reset()  # or its caches would grow from program to program
+        if "torch._dynamo" in sys.modules:  # importing it takes seconds
+            torch.compiler.reset()  # or its caches would grow from program to program
     return Trace(data_rank=rank.data_rank, begin=segment.begin, shown=rank.shown, stop=stop)
 
 
