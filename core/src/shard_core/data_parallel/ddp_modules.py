@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shard_core.data.transfer import move
+from shard_core.data_parallel.buffers import send_before_forward, send_buffers, sends_no_buffers
 from shard_core.errors import SetupError
 from shard_core.gradients import graph_nodes, is_differentiable, on_gradient, sparse_parameters
 from shard_core.parameters import plain_name
@@ -75,7 +75,7 @@ class DDPModules:
             wrapped = DistributedDataParallel(
                 module,
                 device_ids=[self._device] if self._device.type == "cuda" else None,
-                **self._arguments | _no_buffers(),
+                **self._arguments | sends_no_buffers(),
             )
             # Torch's compiler breaks graphs where buckets end, and asserts that none is smaller than DDP's usual first.
             wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, _SMALLEST_COMPILED)
@@ -84,7 +84,7 @@ class DDPModules:
             send_values(module)
         self._replicas[wrapped] = _Replica(module, wrapped, self._device, may_leave_out=self._may_leave_out)
         if self._broadcast_buffers:
-            wrapped.register_forward_pre_hook(_send_buffers)
+            wrapped.register_forward_pre_hook(send_before_forward)
         return wrapped
 
     @property
@@ -376,36 +376,3 @@ def _forward_of(module: nn.Module, device: torch.device) -> Any:
         return module(*inputs, **kwargs)
 
     return forward
-
-
-def _no_buffers() -> dict[str, bool]:
-    """Return the keyword that keeps DistributedDataParallel from sending buffers, as this torch names it.
-
-    In some versions they would count as changed in place, so that no backward could follow two forwards; in all it
-    would send none after a forward that it did not get ready in.
-    """
-    newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if newer else "broadcast_buffers": False}
-
-
-def _send_buffers(module: nn.Module, args: Any) -> None:
-    del args
-    send_buffers(module)
-
-
-@torch.no_grad()
-def send_buffers(module: nn.Module) -> None:
-    """Broadcast rank 0's buffers, unnoticed by backwards of earlier forwards, which may still read them.
-
-    Args:
-        module: The same on every rank but for values.
-    """
-    alike: dict[torch.dtype, list[torch.Tensor]] = {}
-    for buffer in module.buffers():
-        alike.setdefault(buffer.dtype, []).append(buffer.data)
-    for buffers in alike.values():
-        message = torch.cat([each.reshape(-1) for each in buffers])
-        dist.broadcast(message, src=0)
-        parts: Iterable[torch.Tensor] = message.split([each.numel() for each in buffers])
-        for each, part in zip(buffers, parts, strict=True):
-            each.copy_(part.view_as(each))

@@ -10,9 +10,10 @@ from shard_core import plugins
 from shard_core.capability import Capability
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.parts import PARTS
+from shard_core.testing.programs.parts import PARTS, SKIPPING
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.settings import (
+    ALL_AT_ONCE,
     APART,
     CAST,
     COMPILED,
@@ -192,7 +193,7 @@ def _frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance
     precision = _precision(card, chance)
     if precision in CAST and any(spec.kind in MADE_WHOLE for spec in optimizers):
         precision = "32-true"
-    optimizers = [_fused(spec, precision, chance) for spec in optimizers]
+    optimizers = [_fused(spec, models[spec.module], precision, chance) for spec in optimizers]
     if any("sparse" in model.parts for model in models):
         precision = "32-true" if POLICIES[precision].scaled else precision
         kinds = [kind for kind in SPARSE if precision not in CAST or kind not in MADE_WHOLE]
@@ -242,9 +243,10 @@ def _precision(card: StrategyInfo, chance: random.Random) -> str:
     return chance.choice(known or ["32-true"]) if chance.random() < 0.3 else "32-true"
 
 
-def _fused(spec: OptimizerSpec, precision: str, chance: random.Random) -> OptimizerSpec:
+def _fused(spec: OptimizerSpec, model: ModelSpec, precision: str, chance: random.Random) -> OptimizerSpec:
     """Return an optimizer that may step in one fused kernel, which excludes ``foreach``."""
     wrong = precision == "bf16-true" and spec.kind in ("sgd", "momentum", "nesterov")
+    wrong = wrong or (spec.kind in ALL_AT_ONCE and not set(SKIPPING).isdisjoint(model.parts))
     fused = spec.kind in FUSED and not spec.foreach and chance.random() < 0.2 and not wrong
     return dataclasses.replace(spec, fused=fused)
 

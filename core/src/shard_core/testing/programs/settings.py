@@ -62,6 +62,8 @@ NOT_COMPILED = ("counter",)
 """Parts that torch's compiler gets wrong."""
 FUSED = ("sgd", "momentum", "nesterov", "adamw", "amsgrad", "adagrad")
 """Those that torch can compute in one kernel on the CPU."""
+ALL_AT_ONCE = ("momentum", "nesterov")
+"""Those whose fused kernel wants momentum of all parameters with gradients, or of none yet."""
 
 LEFT_OUT = (
     "a backward with a denominator after one without it in the same step, or after gradients were clipped or kept",
@@ -74,6 +76,8 @@ LEFT_OUT = (
     "Adafactor of a parameter without elements, by whose number torch divides",
     "Adagrad, NAdam and ASGD in 64-true and bf16-true: torch casts what they count in one number when it loads it",
     "fused SGD of bfloat16 parameters, which torch 2.13 computes wrong on the CPU",
+    "fused SGD with momentum where some parameters have their first gradient after others: torch 2.13's kernel ends in "
+    "a TypeError",
     "a compiled model with a buffer that its forward both changes and computes with: torch 2.13 computes its gradients "
     "with what the buffer was changed to once more",
     "two backwards through one graph of a compiled model, which torch's compiler refuses",

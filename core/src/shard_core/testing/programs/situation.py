@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.settings import EXACT
+from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
@@ -77,12 +77,15 @@ class Situation:
         return allowed and self._has_kernels(operation, number)
 
     def _has_kernels(self, operation: Operation, number: int) -> bool:
-        """Check whether torch computes an operation where models are compiled, or gradients of one are sparse."""
+        """Check whether torch computes an operation where models are compiled, steps are fused or gradients sparse."""
         match operation:
             case ops.ClipNorm() | ops.ClipValue():
                 return "sparse" not in self._program.models[number].parts
             case ops.Backward(how="retain_graph"):
                 return not self._program.compiled
+            case ops.Freeze():
+                mine = (spec for spec in self._program.optimizers if spec.module == number)
+                return not any(spec.fused and spec.kind in ALL_AT_ONCE for spec in mine)
             case ops.LoadStateDict():
                 return self._program.compiled != "before"
             case _:

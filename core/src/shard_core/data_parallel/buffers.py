@@ -1,0 +1,46 @@
+"""Buffers of modules under torch's DistributedDataParallel, sent before each forward rather than by the wrapper."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def sends_no_buffers() -> dict[str, bool]:
+    """Return the keyword that keeps DistributedDataParallel from sending buffers, as this torch names it.
+
+    In some versions they would count as changed in place, so that no backward could follow two forwards; in all it
+    would send none after a forward that it did not get ready in.
+    """
+    newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if newer else "broadcast_buffers": False}
+
+
+def send_before_forward(module: nn.Module, args: Any) -> None:
+    """Send buffers, as a forward pre-hook that can be pickled with its module."""
+    del args
+    send_buffers(module)
+
+
+@torch.no_grad()
+def send_buffers(module: nn.Module) -> None:
+    """Broadcast rank 0's buffers, unnoticed by backwards of earlier forwards, which may still read them.
+
+    Args:
+        module: The same on every rank but for values.
+    """
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in module.buffers():
+        alike.setdefault(buffer.dtype, []).append(buffer.data)
+    for buffers in alike.values():
+        message = torch.cat([each.reshape(-1) for each in buffers])
+        dist.broadcast(message, src=0)
+        parts: Iterable[torch.Tensor] = message.split([each.numel() for each in buffers])
+        for each, part in zip(buffers, parts, strict=True):
+            each.copy_(part.view_as(each))
