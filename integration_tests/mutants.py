@@ -2,8 +2,8 @@
 
 ``python integration_tests/mutants.py --count 200 --programs 60`` draws mutants by seed, judges those that the ledger
 lacks, and prints what came of all. A mutant is judged by programs whose run on the original reaches its statement; its
-ranks import the changed file from memory. Strings, annotations, logs, ``raise`` and conditions that only refuse are
-never changed: nothing computes there.
+ranks import the changed file from memory. Strings, annotations, logs, ``raise`` and what only refuses are never
+changed, nor files that no program comes to: nothing computes there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,17 @@ TARGETS = {
     "packages/shard-deepspeed/src": ("deepspeed_stage_3", "deepspeed_stage_2", "deepspeed_stage_1"),
     "packages/shard-tp/src": ("tp",),
 }
+#: Of these, files in which nothing computes that a program comes to, and what they are for.
+ELSEWHERE = {
+    "core/src/shard_core/strategy/quantization.py": "names a quantized layer, to refuse it",
+    "packages/shard-deepspeed/src/shard_deepspeed/tuning.py": "what shard tune measures",
+    "packages/shard-fsdp/src/shard_fsdp/tuning.py": "what shard tune measures",
+    "packages/shard-tp/src/shard_tp/tuning.py": "what shard tune measures",
+    "packages/shard-tp/src/shard_tp/consistency.py": "finds ranks that differ; a program's do not",
+    "packages/shard-tp/src/shard_tp/dropout.py": "programs have no dropout where ranks share layers",
+}
+_REFUSES = re.compile(r"_*(check|refuse|require)(_|$)")
+"""The names of functions that change nothing."""
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -84,7 +96,8 @@ class Mutant:
 
 def drawn(count: int, seed: int) -> list[Mutant]:
     """Draw mutants from all there are; a larger count begins with those of a smaller one."""
-    found = [mutant for place in TARGETS for file in _files(place) for mutant in mutants_of(file)]
+    files = [file for place in TARGETS for file in _files(place) if str(file.relative_to(ROOT)) not in ELSEWHERE]
+    found = [mutant for file in files for mutant in mutants_of(file)]
     random.Random(seed).shuffle(found)
     return found[:count]
 
@@ -128,6 +141,8 @@ def _computing(node: ast.AST) -> Iterator[ast.AST]:
 def _says(node: ast.AST) -> bool:
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.Assert() | ast.FunctionDef(name="__repr__" | "__dir__"):
+            return True
+        case ast.FunctionDef(name=name) if _REFUSES.match(name):
             return True
         case ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return True

@@ -29,7 +29,15 @@ def f(a: int = 3 + 4, b: tuple[1, 2] = ()) -> L[5]:
         raise ValueError(f"{a + 8}")
     if a < 9:
         return a + 10
+def _check_sizes(a):
+    return a + 13
 '''
+
+
+def test_files_that_are_left_out_are_there():
+    for file in mutants.ELSEWHERE:
+        assert any(file.startswith(place) for place in mutants.TARGETS)
+        assert (mutants.ROOT / file).exists()
 
 
 def test_what_says_is_left_alone(monkeypatch, tmp_path):
@@ -43,11 +51,11 @@ def test_what_says_is_left_alone(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-def test_programs_notice_a_norm_that_is_not_clipped():
+@pytest.mark.timeout(1200)
+def test_programs_notice_a_norm_that_is_not_clipped(tmp_path):
     file = mutants.ROOT / "core/src/shard_core/strategy/step.py"
     deleted = [each for each in mutants.mutants_of(file) if each.operator == "deleted"]
-    known = next(each for each in deleted if "clip_norm(" in each.diff())
-    with mutants.copied() as copy:
-        line = mutants.judged(known, copy, programs=20, seconds=30.0, originals={"ddp": {}, "fsdp": {}})
+    mutant = next(each for each in deleted if "clip_norm(" in each.diff())
+    known = mutants.originals(tmp_path / "originals.json", 12)
+    line = mutants.judged(mutant, known, programs=20)
     assert line["verdict"] == "found"
-    assert line["by"].startswith("ddp")
