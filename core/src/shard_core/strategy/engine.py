@@ -32,9 +32,9 @@ class Engine(abc.ABC):
     Order of calls: ``engine_precision``, ``engine_check_options``, ``engine_collectives``, ``engine_mesh``,
     ``engine_seed``; then per module ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an
     optimizer that comes later, ``engine_lay_out_state`` when users load the state of one; per step
-    ``engine_defers_sync``, ``engine_no_sync``, ``engine_backward``, ``engine_gradients``, ``engine_look`` and
-    ``engine_step``; ``engine_state`` to save and load; ``engine_flat_parts`` and ``engine_publish_parts`` to keep
-    averages of weights; ``engine_teardown`` at the end. Arguments were checked before.
+    ``engine_defers_sync``, ``engine_no_sync``, ``engine_follow_gradients``, ``engine_backward``, ``engine_gradients``,
+    ``engine_look`` and ``engine_step``; ``engine_state`` to save and load; ``engine_flat_parts`` and
+    ``engine_publish_parts`` to keep averages of weights; ``engine_teardown`` at the end. Arguments were checked before.
     ``engine_worth_trying`` stands apart: nothing has been started then.
 
     Seven members may exchange messages between ranks, because core calls them on every rank in the same order, or on
@@ -291,6 +291,15 @@ class Engine(abc.ABC):
         Args:
             modules: The user's modules by the user's keys.
             optimizers: Optimizers over them by the user's keys.
+        """
+
+    def engine_follow_gradients(self, module: torch.nn.Module) -> None:  # noqa: B027 - for engines that show copies
+        """Drop what optimizers step for gradients that users have set to None in the module.
+
+        Called before a backward is counted: denominators of what was thrown away go with it. Must not communicate.
+
+        Args:
+            module: What ``engine_setup`` was given.
         """
 
     def engine_flat_parts(self, module: torch.nn.Module) -> Mapping[torch.Tensor, FlatPart] | None:

@@ -103,6 +103,8 @@ class StrategyStep(StrategySetup):
         scaler = self.precision.scaler
         factor = scaler.begin_backward() if scaler else 1.0
         reached = [known, *self._also_reached(loss, known, denominator)]
+        for each in reached:
+            self.engine_follow_gradients(each.module)
         for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
             if denominator is not None or scaler is not None:
                 accumulation.check_zeroed(parameters, self.collectives)

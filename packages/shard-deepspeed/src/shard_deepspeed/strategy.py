@@ -226,6 +226,11 @@ class DeepSpeedStrategy(Strategy):
             sharded=sharded,
         )
 
+    def engine_follow_gradients(self, module: torch.nn.Module) -> None:
+        """Drop parts' gradients that the module's parameters show no more."""
+        if module in self._zero:
+            self._zero[module].follow_gradients()
+
     def engine_flat_parts(self, module: torch.nn.Module) -> Mapping[torch.Tensor, FlatPart]:
         """Return this rank's parts; at stage 0 there are none, all is whole on every rank."""
         return self._zero[module].parts() if module in self._zero else {}
