@@ -59,3 +59,4 @@ def test_programs_notice_a_norm_that_is_not_clipped(tmp_path):
     known = mutants.originals(tmp_path / "originals.json", 12)
     line = mutants.judged(mutant, known, programs=20)
     assert line["verdict"] == "found"
+    assert line["by"].startswith("ddp")
