@@ -76,7 +76,10 @@ class ExponentialMovingAverage:
         self._averages = averages
         self._tree = BareModule(
             {name: averages[first] for name, first in names.items()},
-            {averages[name]: dataclasses.replace(part, values=averages[name]) for name, part in kept.parts.items()},
+            {
+                averages[name]: dataclasses.replace(part, values=averages[name], alias=None)
+                for name, part in kept.parts.items()
+            },
         )
 
     @property

@@ -1,5 +1,6 @@
 """Checkpoints go from stage to stage, from size to size and to other strategies, bit for bit."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,33 @@ def test_weights_loaded_after_setup_are_computed_with(
     options |= {} if threshold is None else {"param_persistence_threshold": threshold}
     for before, after, saved in worlds(2).run(reloaded_computes, options, tmp_path / "run"):
         assert after == saved != before
+
+
+def counted(shards: list[Any]) -> list[tuple[int, int]]:
+    return [(shard.stepped._version, shard.view._version) for shard in shards]
+
+
+def change_early(stage: int, by_hand: bool) -> tuple[bool, bool]:
+    """Train, or change weights by hand; give whether what a save would copy changed, and whether that was counted."""
+    import deepspeed
+
+    with get_strategy("deepspeed", stage=stage) as strategy:
+        model, _ = set_up(strategy, "gpt", make_optimizer)
+        module = strategy.unwrap(model)
+        shards = strategy.engine_state({"model": module}, {}).shards()
+        shards = [shard for shard in shards if shard.stepped is not None]
+        before, then = [shard.view.clone() for shard in shards], counted(shards)
+        strategy.backward(model(*models.share_of(strategy, models.batches("gpt", 1, _BATCH)[0])), model)
+        parameters = list(module.parameters()) if by_hand else []
+        whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0) if stage == 3 else nullcontext()
+        with whole, torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(2)
+        changed = not all(torch.equal(shard.view, values) for shard, values in zip(shards, before, strict=True))
+        return changed, counted(shards) != then
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_async_save_can_tell_weights_changed_by_hand_from_training(worlds: Any, stage: int, by_hand: bool) -> None:
+    assert worlds(2).run(change_early, stage, by_hand) == [(by_hand, by_hand)] * 2

@@ -56,11 +56,13 @@ class FlatPart:
         shape: The full parameter's shape.
         start: The first of its elements that is here, counted row by row.
         values: The elements, flat and without padding; may be none. The very tensor an optimizer steps.
+        alias: The tensor through which users write into the same memory, if it counts its changes for itself.
     """
 
     shape: tuple[int, ...]
     start: int
     values: torch.Tensor
+    alias: torch.Tensor | None = None
 
 
 def shards_of_range(

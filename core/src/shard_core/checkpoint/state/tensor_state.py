@@ -101,7 +101,9 @@ class TensorState(NamedState):
                 part, key = tensors.parts.get(name), self.keys.parameter(module, name)
                 stepped = isinstance(tensor, Parameter)  # buffers change in forwards
                 shards += (
-                    _shards_of_part(key, part, part.values) if part else [ownership.shard(key, tensor, stepped=stepped)]
+                    _shards_of_part(key, part, part.values, part.alias)
+                    if part
+                    else [ownership.shard(key, tensor, stepped=stepped)]
                 )
         if self._owned is not None:
             return [*shards, *self._owned.shards(self.keys, self.slots())]
@@ -119,8 +121,10 @@ class TensorState(NamedState):
             raise CheckpointError("optimizer state is on its owners; call exchange(coordinator) on every rank first.")
 
 
-def _shards_of_part(key: str, part: FlatPart, values: torch.Tensor) -> list[TensorShard]:
+def _shards_of_part(
+    key: str, part: FlatPart, values: torch.Tensor, alias: torch.Tensor | None = None
+) -> list[TensorShard]:
     """Describe a part of a parameter, or the state an optimizer keeps of it."""
     # State of one element stands on every rank, and counts where the parameter's one element is.
     flat = values.detach().reshape(-1)[: part.values.numel()]
-    return shards_of_range(key, part.shape, part.start, flat, stepped=values)
+    return shards_of_range(key, part.shape, part.start, flat, stepped=values if alias is None else alias)

@@ -80,7 +80,9 @@ class ManualWrites:
                 )
             # Who wrote to the part alone, through the optimizer's groups, means the part.
             if beside is not None and (rewritten or part == published[2]):
-                _take(beside, each.part.values)
+                # What was written through ``data`` is not counted. Nor is its copy, mostly of nothing new: a save in
+                # the background would take it for a change.
+                _take(beside, each.part.values if rewritten else each.part.values.data)
                 each.published = each.written()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,12 @@ class Runs(Flat):
         """Find the parameter's part of this rank's run."""
         self._places[id(parameter)] = parameter.data
         values, start = _versions.float32_run(parameter)
-        return FlatPart(shape=tuple(parameter.shape), start=start, values=torch.nn.Parameter(values))
+        return FlatPart(
+            shape=tuple(parameter.shape),
+            start=start,
+            values=torch.nn.Parameter(values),
+            alias=_alias(parameter, values),
+        )
 
     def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
         """Return the parameter's run of the flat tensor, back in its place, unless it is the part."""
@@ -180,7 +186,8 @@ class Shards(Flat):
         """Find this rank's shard and the memory of its gradient."""
         shard = _versions.float32_shard(parameter)
         part = shard_part(parameter, shard, self._rank)
-        part = FlatPart(shape=part.shape, start=part.start, values=torch.nn.Parameter(part.values))
+        alias = _alias(_versions.shard_of(parameter), shard)
+        part = dataclasses.replace(part, values=torch.nn.Parameter(part.values), alias=alias)
         self._gradients[id(parameter)] = _versions.gradient_shard(parameter)[: part.values.numel()]
         return part
 
@@ -220,6 +227,13 @@ def shard_part(parameter: torch.Tensor, shard: torch.Tensor, rank: int) -> FlatP
     numel = torch.Size(shape).numel()
     start = min(rank * shard.numel(), numel)
     return FlatPart(shape=shape, start=start, values=shard[: min(shard.numel(), numel - start)])
+
+
+def _alias(tensor: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor if what is stepped stands in its memory; a float32 copy of what computes has its own."""
+    if tensor is None or tensor.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
+        return None
+    return tensor
 
 
 def partitions(engine: Any, rank: int) -> Partitions:
