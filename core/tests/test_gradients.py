@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -85,6 +86,19 @@ def test_norm_and_clipping_of_shards_are_those_of_the_whole(worlds: Any, placeme
             assert norm == pytest.approx(expected_norm(norm_type).item(), rel=1e-6)
         for mine, parameter in zip(clipped, whole, strict=True):
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-6, atol=0)
+
+
+def norms_of_one_nan(rank_of_nan: int) -> list[float]:
+    collectives = ProcessGroupCollectives()
+    part = torch.full((2,), math.nan if collectives.rank == rank_of_nan else 1.0)
+    gradients = [LocalGradient(part, (dist.group.WORLD,))]
+    return [total_norm(gradients, norm_type, collectives).item() for norm_type in NORMS]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_norm_of_shards_is_nan_where_one_rank_has_one(worlds: Any, rank: int) -> None:
+    for norms in worlds(2).run(norms_of_one_nan, rank):
+        assert all(map(math.isnan, norms))
 
 
 def test_a_norm_over_two_devices_is_on_the_first() -> None:

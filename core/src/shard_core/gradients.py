@@ -103,9 +103,11 @@ def _norm_of_layout(parts: Sequence[LocalGradient], norm_type: float, collective
     if not groups:
         return norm
     if math.isinf(norm_type):
+        # Of a number and NaN, gloo's maximum is either.
+        largest = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(norm.dtype)])
         for group in groups:
-            norm = collectives.all_reduce(norm, group, "max")
-        return norm
+            largest = collectives.all_reduce(largest, group, "max")
+        return torch.where(largest[1] > 0, math.nan, largest[0])
     # Powers of norms are summed in float64, where they neither overflow nor lose what small shards add.
     power = norm.double() ** norm_type
     for group in groups:

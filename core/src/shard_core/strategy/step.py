@@ -149,9 +149,8 @@ class StrategyStep(StrategySetup):
         finite = self._finish(optimizer)
         gradients = self.engine_gradients(optimizer)
         norm = total_norm(gradients, float(norm_type), self.collectives)
-        if self.precision.scaler is not None and not finite:
-            return norm
-        if error_if_nonfinite and not self.engine_look(norm.isfinite()):
+        overflowed = self.precision.scaler is not None and not finite
+        if error_if_nonfinite and not overflowed and not self.engine_look(norm.isfinite()):
             raise NonFiniteGradient(
                 f"the gradient norm is {norm.item()}; look for a loss that is not finite, or pass "
                 "error_if_nonfinite=False to clip all the same."
