@@ -13,7 +13,7 @@ def without_inference_mode() -> contextlib.ExitStack:
     contexts = contextlib.ExitStack()
     if torch.is_inference_mode_enabled():
         # Leaving inference mode turns gradients on.
-        contexts.enter_context(torch.inference_mode(mode=False))
+        contexts.enter_context(torch.inference_mode(False))
         contexts.enter_context(torch.no_grad())
     return contexts
 
