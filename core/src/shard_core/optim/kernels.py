@@ -72,9 +72,12 @@ def zero_one_by_one(optimizer: torch.optim.Optimizer) -> None:
     Args:
         optimizer: The user's, over the module's parameters as setup has left them.
     """
+    chosen = [kernel for kernel in KERNELS if optimizer.defaults.get(kernel)]
+    if not chosen:
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if len({isinstance(parameter, DTensor) for parameter in parameters}) > 1:
-        optimizer.defaults.update({kernel: None for kernel in KERNELS if optimizer.defaults.get(kernel)})
+        optimizer.defaults.update(dict.fromkeys(chosen))
 
 
 @contextlib.contextmanager

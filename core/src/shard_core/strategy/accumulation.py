@@ -9,6 +9,7 @@ import torch
 
 from shard_core.errors import InvalidOption, SetupError
 from shard_core.gradients import LocalGradient, all_finite, local_gradients, scale
+from shard_core.optim.kernels import zero_one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -202,7 +203,9 @@ class NotedZeroGrad:
         vars(owner)[_ZERO_GRAD] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Zero gradients as the class's method does."""
+        """Zero gradients as the class's method does, also of groups that were added meanwhile."""
+        if isinstance(self._owner, torch.optim.Optimizer):
+            zero_one_by_one(self._owner)
         self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # from update_wrapper
         self._note()
 

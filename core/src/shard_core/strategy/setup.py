@@ -15,7 +15,6 @@ from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.gradients import is_differentiable, on_gradient, sparse_parameters
 from shard_core.optim.classification import why_not_elementwise
-from shard_core.optim.kernels import zero_one_by_one
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
 from shard_core.randomness import seed_data_rank, shared_generator
@@ -129,7 +128,6 @@ class StrategySetup(StrategyLifecycle):
         self._require_dense(known.module)
         known.check_groups(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
-        zero_one_by_one(optimizer)
         known.optimizers[optimizer] = Accumulation() if known.optimizers else known.unstepped
         known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
         known.hooks.append(NotedZeroGrad(optimizer, known.optimizers[optimizer].reset))
@@ -215,8 +213,6 @@ class StrategySetup(StrategyLifecycle):
         with calls.exchanged():
             called = self.engine_setup(module, optimizers, names)
             check_hooks_kept(names, module)
-            for optimizer in optimizers:
-                zero_one_by_one(optimizer)
             sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
             self.precision.check_module(module)
         if len(self._registry) == 0:
