@@ -189,7 +189,8 @@ def _compare(
 ) -> _Difference | None:
     """Hold every value that was shown to the oracle's; return the first that differs."""
     oracle = Oracle(program, runs[0][0].data_rank[1], _exchanges(program))
-    scale = max(rounding(name, program.precision) for name in _names(program))
+    compiled = bool(program.compiled)
+    scale = max(rounding(name, program.precision, compiled=compiled) for name in _names(program))
     scaled = POLICIES[program.precision].scaled
     for at, traces, truths in _truths(program, oracle, runs):
         for number, trace in enumerate(traces):

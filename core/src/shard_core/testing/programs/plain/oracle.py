@@ -35,6 +35,7 @@ class Oracle(PlainRun):
             case ops.Backward(how="contrastive"):
                 shown = self._contrasted(operation)
             case ops.Backward():
+                self._forget_discarded()
                 self._note(operation)
                 shown = self._each(lambda rank: self._backward(operation, rank))
             case ops.Forward():
@@ -94,7 +95,12 @@ class Oracle(PlainRun):
 
     @_on_all.register(ops.ZeroByHand)
     def _(self, operation: ops.ZeroByHand) -> Values:
-        return self._on_all(ops.ZeroGrad(of_module=True, which=operation.module, set_to_none=operation.set_to_none))
+        found = [count.fits for count in self._counts]
+        shown = self._on_all(ops.ZeroGrad(of_module=True, which=operation.module, set_to_none=operation.set_to_none))
+        # Torch's gradient scaler is not told: a step skips for what it has found before.
+        for count, fits in zip(self._counts, found, strict=True):
+            count.fits = fits if fits is False else count.fits
+        return shown
 
     @_on_all.register(ops.EditGradients)
     def _(self, operation: ops.EditGradients) -> Values:

@@ -214,6 +214,12 @@ class PlainRun:
                 if operation.how == "through" or spec.module == operation.module:
                     count.total += calls * sum(operation.rows[rank] for rank in self._ranks)
 
+    def _forget_discarded(self) -> None:
+        """Begin anew, before a backward, where gradients are gone that had been looked at for overflows."""
+        for number, count in enumerate(self._counts):
+            if count.fits is False and not self._with_gradients(number):
+                self._counts[number] = Count()
+
     def _divide(self, which: int) -> None:
         """Make the sums of an optimizer's gradients those of the global mean, once; look for overflows before."""
         self._fits(which)

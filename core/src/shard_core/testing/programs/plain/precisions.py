@@ -33,15 +33,16 @@ def table_of(strategy: str, precision: str) -> PrecisionPolicy:
     return {**POLICIES, **plugins.find(strategy).policies}[precision]
 
 
-def rounding(strategy: str, precision: str) -> float:
+def rounding(strategy: str, precision: str, *, compiled: bool = False) -> float:
     """Return what the bounds of float32 grow by; in float64 rounding shrinks by 2e-9, and a defect stays.
 
     Under autocast both sides round the same products to 16 bits alike, and all that adds up does so in float32: the
-    bounds stay. Where ranks share layers, each rounds its part of a product. A number of bfloat16 has eight bits: the
-    bound of a norm is two and a half units of its last place.
+    bounds stay. Where ranks share layers, each rounds its part of a product; compiled, the gradients of a block that is
+    called twice add up in 16 bits. A number of bfloat16 has eight bits: the bound of a norm is two and a half units of
+    its last place.
     """
     table = table_of(strategy, precision)
-    coarse = table.reduce if not splits_layers(plugins.find(strategy)) else table.compute
+    coarse = table.compute if compiled or splits_layers(plugins.find(strategy)) else table.reduce
     return {"float64": 1e-7, "float32": 1.0, "float16": 200.0, "bfloat16": 2e3}[coarse]
 
 
