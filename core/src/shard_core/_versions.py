@@ -16,6 +16,9 @@ offers itself to ``__torch_function__`` as ``normal_`` does.
 ``torch.load`` itself: under a ``FakeTensorMode`` it gives tensors that nothing fills. Checked on torch 2.13.0. It can
 go when torch loads values there, or offers ``load`` to ``__torch_function__``.
 
+``torch.nn.Module._forward_pre_hooks`` and ``_forward_hooks``: which hooks of a module are ``fully_shard``'s, which know
+when all layers of a unit have run. Checked on torch 2.13.0. They can go when a unit may be told so.
+
 ``torch.Generator._cdata``: which generator a Python object stands for; one generator can have several. Checked on
 torch 2.13.0. It can go when generators compare equal.
 
@@ -185,6 +188,27 @@ def identity(generator: torch.Generator) -> int:
     """Return an identity of a generator, whichever Python object stands for it."""
     number: int = generator._cdata  # type: ignore[attr-defined]
     return number
+
+
+def run_unit_hooks(module: torch.nn.Module, output: Any) -> Any:
+    """Run the hooks that ``fully_shard`` has set on a module, and no others, as if it had computed an output.
+
+    Args:
+        module: One of a unit's.
+        output: What another one computed.
+
+    Returns:
+        What the hooks made of it.
+    """
+    for hook in filter(_is_of_units, list(module._forward_pre_hooks.values())):
+        hook(module, (), {})
+    for hook in filter(_is_of_units, list(module._forward_hooks.values())):
+        output = hook(module, (), output)
+    return output
+
+
+def _is_of_units(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def in_backward() -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shard_core._versions import in_backward
+from shard_core._versions import in_backward, run_unit_hooks
 from shard_core.inference_mode import without_inference_mode
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class EntryMethods:
             # Torch sees by itself that a unit has run, but it waits for all of its modules.
             for other in unit:
                 if other is not part:
-                    output = _run_hooks(other, output)
+                    output = run_unit_hooks(other, output)
             return output
         finally:
             assert self._inside is not None
@@ -130,15 +130,3 @@ class EntryMethods:
     def _give_output(self, placeholder: None) -> Any:
         del placeholder
         return self._output
-
-
-def _run_hooks(module: torch.nn.Module, output: Any) -> Any:
-    """Run the hooks of a module on an output as if it had computed it."""
-    own = vars(module).get("forward")
-    module.forward = lambda: output
-    try:
-        return module()
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
