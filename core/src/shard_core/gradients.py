@@ -104,7 +104,8 @@ def _norm_of_layout(parts: Sequence[LocalGradient], norm_type: float, collective
         return norm
     if math.isinf(norm_type):
         # Of a number and NaN, gloo's maximum is either.
-        largest = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(norm.dtype)])
+        lost = norm.isnan()
+        largest = torch.stack([norm.masked_fill(lost, 0.0), lost.to(norm.dtype)])
         for group in groups:
             largest = collectives.all_reduce(largest, group, "max")
         return torch.where(largest[1] > 0, math.nan, largest[0])
