@@ -70,7 +70,7 @@ def zero_one_by_one(optimizer: torch.optim.Optimizer) -> None:
     Groups keep the setting for their steps; the default that goes is what ``zero_grad`` reads.
 
     Args:
-        optimizer: The user's, over the module's parameters as setup has left them.
+        optimizer: The user's, over the module's parameters as setup has left them, groups that came later included.
     """
     chosen = [kernel for kernel in KERNELS if optimizer.defaults.get(kernel)]
     if not chosen:

@@ -31,11 +31,12 @@ class Oracle(PlainRun):
     def play(self, operation: Operation) -> list[Values]:
         """Return what each data rank should show after an operation."""
         self._sent = []
+        if isinstance(operation, ops.Backward):
+            self._forget_discarded()
         match operation:
             case ops.Backward(how="contrastive"):
                 shown = self._contrasted(operation)
             case ops.Backward():
-                self._forget_discarded()
                 self._note(operation)
                 shown = self._each(lambda rank: self._backward(operation, rank))
             case ops.Forward():
