@@ -1,5 +1,6 @@
 """Averages are refused where they would be wrong; what they are is tested where weights are sharded."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,21 @@ def test_parts_of_flat_parameters_are_averaged_written_and_published(monkeypatch
         assert tensors.shape_of("parts.weight") == (2, 2)
         assert tensors.parts["parts.weight"].start == 1
         assert tensors.parts["parts.weight"].values.tolist() == [2.0, 3.0]
+
+
+def test_updates_wait_until_an_async_save_has_copied_the_average(tmp_path: Path) -> None:
+    with get_strategy("single") as strategy:
+        model = strategy.setup_module(nn.Linear(1000, 1000))
+        average = ExponentialMovingAverage(strategy, model, 0.5)
+        for step in range(5):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            state = {"average": average, "model": model}
+            handle = strategy.save_checkpoint(tmp_path / str(step), state, blocking=False)
+            average.update()
+            with average.applied():
+                pass
+            handle.wait()  # would raise that one of them had changed
 
 
 def test_tied_weights_are_averaged_once_and_buffers_follow() -> None:

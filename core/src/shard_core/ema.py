@@ -89,7 +89,11 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the parameters as they are now to the average; call it after ``optimizer_step``."""
+        """Add the parameters as they are now to the average; call it after ``optimizer_step``.
+
+        Waits until an async save has copied the average.
+        """
+        self._strategy.wait_until_staged()
         self._strategy.engine_flat_parts(self._module)  # what users have written is in the sources then
         averages, parameters = [], []
         for name, source in self._sources.items():
@@ -124,6 +128,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def _fill(self, values: dict[str, torch.Tensor]) -> None:
+        self._strategy.wait_until_staged()
         if self._publishes:
             self._strategy.barrier("applied averages of weights")
         for name, value in values.items():

@@ -46,6 +46,11 @@ class AsyncSaves:
         self._save = save
         return save.handle
 
+    def wait_until_staged(self) -> None:
+        """Wait until what is being saved may change, other than by a step."""
+        if self._save is not None:
+            concurrent.futures.wait([self._save.handle.staged])
+
     def begin_step(self) -> None:
         """Wait until an optimizer may change what is being saved.
 

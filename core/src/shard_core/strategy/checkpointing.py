@@ -302,6 +302,10 @@ class StrategyCheckpointing(StrategyStateDict):
             warnings.warn(f"left as they were: {'; '.join(left)}.", stacklevel=2)
         return left
 
+    def wait_until_staged(self) -> None:
+        """Wait until an async save has copied its tensors; change weights by hand, or add to averages, after that."""
+        self._saves.wait_until_staged()
+
     def latest_checkpoint(
         self, folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
     ) -> Path | str | None:
