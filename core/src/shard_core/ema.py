@@ -69,7 +69,7 @@ class ExponentialMovingAverage:
         self._parameters = {name for name, tensor in kept.tensors.items() if isinstance(tensor, nn.Parameter)}
         self._sources = kept.tensors | {name: part.values for name, part in kept.parts.items()}
         averages = {
-            name: _copied(source) if name in self._parameters else source.detach().clone()
+            name: self._copied(source) if name in self._parameters else self._copy(source)
             for name, source in self._sources.items()
         }
         names = {name: name for name in averages} | kept.aliases
@@ -102,7 +102,7 @@ class ExponentialMovingAverage:
                 averages.append(average)
                 parameters.append(now.to(average.dtype))
             else:
-                average.copy_(now)
+                average.copy_(self._copy(now))
         if averages:
             get_ema_multi_avg_fn(self.decay)(averages, parameters, 0)
 
@@ -118,7 +118,7 @@ class ExponentialMovingAverage:
         """
         self._strategy.engine_flat_parts(self._module)
         self._show_shards()
-        trained = {name: local_part(self._sources[name]).clone() for name in self._parameters}
+        trained = {name: self._copy(local_part(self._sources[name])) for name in self._parameters}
         self._fill({name: local_part(self._averages[name]) for name in trained})
         try:
             yield
@@ -132,7 +132,8 @@ class ExponentialMovingAverage:
         if self._publishes:
             self._strategy.barrier("applied averages of weights")
         for name, value in values.items():
-            local_part(self._sources[name]).copy_(value)
+            source = local_part(self._sources[name])
+            source.copy_(self._copy(value, source.dtype))
         if self._publishes:
             self._strategy.engine_publish_parts(self._module)
 
@@ -140,10 +141,10 @@ class ExponentialMovingAverage:
         # An engine that shows whole parameters since the last forward frees them here; else the next would use them.
         self._module.state_dict(keep_vars=True)
 
+    def _copied(self, parameter: torch.Tensor) -> nn.Parameter:
+        is_short = parameter.is_floating_point() and parameter.element_size() < torch.float32.itemsize
+        copy = self._copy(parameter, torch.float32 if is_short else None)
+        return nn.Parameter(copy, requires_grad=False)
 
-def _copied(parameter: torch.Tensor) -> nn.Parameter:
-    """Copy what is here of a parameter, in its layout."""
-    copy = parameter.detach().clone()
-    if copy.is_floating_point() and copy.element_size() < torch.float32.itemsize:
-        copy = copy.float()
-    return nn.Parameter(copy, requires_grad=False)
+    def _copy(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._strategy.engine_copy(tensor, dtype or tensor.dtype)

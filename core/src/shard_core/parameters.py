@@ -12,8 +12,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shard_core._versions import has_hooks
 from shard_core.errors import SetupError
 
-#: Module attributes under which wrappers keep what they wrap; they never appear in a name.
-WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+#: Module attributes under which wrappers keep what they wrap; they never appear in a name. The first two are those of
+#: compiling and activation checkpointing, the others those of units under torch_xla.
+WRAPPER_PREFIXES = (
+    *("_orig_mod.", "_checkpoint_wrapped_module."),
+    *("_fsdp_wrapped_module.", "_fpw_module.", "_orig_module."),
+)
 
 #: What torch's optimizers count beside a parameter, each in a tensor without dimensions. By its shape alone it could be
 #: state of a parameter that has no dimensions either, which one rank holds.
@@ -21,7 +25,7 @@ COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def plain_name(name: str) -> str:
-    """Remove what compiling and activation checkpointing put into a name.
+    """Remove what compiling, activation checkpointing and wrapped units put into a name.
 
     Args:
         name: A name from ``named_parameters`` or ``named_modules``.

@@ -33,7 +33,7 @@ class Engine(abc.ABC):
     ``engine_seed``; then per module ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an
     optimizer that comes later, ``engine_lay_out_state`` when users load the state of one; per step
     ``engine_defers_sync``, ``engine_no_sync``, ``engine_follow_gradients``, ``engine_backward``, ``engine_gradients``,
-    ``engine_look`` and ``engine_step``; ``engine_state`` to save and load; ``engine_flat_parts`` and
+    ``engine_look`` and ``engine_step``; ``engine_state`` to save and load; ``engine_flat_parts``, ``engine_copy`` and
     ``engine_publish_parts`` to keep averages of weights; ``engine_teardown`` at the end. Arguments were checked before.
     ``engine_worth_trying`` stands apart: nothing has been started then.
 
@@ -301,6 +301,15 @@ class Engine(abc.ABC):
         Args:
             module: What ``engine_setup`` was given.
         """
+
+    def engine_copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Copy what this rank holds of a tensor, placed and laid out alike; must not communicate.
+
+        Args:
+            tensor: Of a module that was set up, or of an average of its weights.
+            dtype: The copy's.
+        """
+        return tensor.detach().to(dtype, copy=True)
 
     def engine_flat_parts(self, module: torch.nn.Module) -> Mapping[torch.Tensor, FlatPart] | None:
         """Return what this rank holds of parameters that the engine keeps flat; None, the default, if it keeps none.

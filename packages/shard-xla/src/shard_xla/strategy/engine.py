@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from shard_core.backend import Engine
 from shard_xla.strategy import runtime
 
 if TYPE_CHECKING:
-    import torch
-
     from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
 
 
@@ -40,6 +40,10 @@ class XLAEngine(Engine):
 
         torch_xla.sync()
         return bool(value)
+
+    def engine_copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Compute a copy: copying shares a buffer, which would be given away when one of the two changes in place."""
+        return (tensor.detach() | False).to(dtype) if tensor.dtype == torch.bool else (tensor.detach() * 1).to(dtype)
 
     def engine_checkpoint_form(self) -> str | None:
         """Return the form that the option names."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shard_core import Strategy
 from shard_core.backend import (
+    FlatPart,
     LocalGradient,
     NoInferenceMode,
     ProcessGroupCollectives,
@@ -25,7 +26,14 @@ from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_hooks import FullParameterHooks, call_through
-from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names, take_whole_values
+from shard_xla.strategy.module_tensors import (
+    ModuleTensors,
+    check_on_host,
+    release,
+    take_own_names,
+    take_whole_values,
+    tensors_of_average,
+)
 from shard_xla.strategy.optimizers import check_stale_parameters, flat_value, repoint_to_shards
 from shard_xla.strategy.recompilation import RecompilationWatch
 from shard_xla.strategy.running_variance import correct_running_variances
@@ -154,8 +162,20 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         """Describe which range of which parameter this rank holds."""
         for hooks in self._hooks():
             hooks.check_values()
-        tensors = {key: self._sharded[module].tensors for key, module in modules.items()}
+        tensors = {
+            key: self._sharded[module].tensors if module in self._sharded else tensors_of_average(module)
+            for key, module in modules.items()
+        }
         return FlatState(tensors, optimizers, rank=self.global_rank, world_size=self.world_size)
+
+    def engine_flat_parts(self, module: torch.nn.Module) -> Mapping[torch.Tensor, FlatPart]:
+        """Return the shards as they are: split by rows or elements, with what fills them up."""
+        for hooks in self._hooks():
+            hooks.check_values()
+        places = [place for place in self._sharded[module].tensors.places.values() if place.is_parameter]
+        shards = [(place.shape, place.tensor) for place in places]
+        rank = self.global_rank
+        return {shard: FlatPart(shape=shape, start=rank * shard.numel(), values=shard) for shape, shard in shards}
 
     def _hooks(self) -> list[FullParameterHooks]:
         found = (sharded.hooks() for sharded in self._sharded.values())

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core import CheckpointError, SetupError
+from shard_core.backend import ModuleTensors as KeptTensors
 from shard_core.backend import plain_name
 from shard_xla._versions import without_wrappers
 from shard_xla.checkpoint import flat_part
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
     from shard_core.backend import ParameterNames
@@ -47,13 +50,14 @@ class ModuleTensors:
 
     Args:
         module: The user's, as it was given.
+        shapes: Of the whole tensors of which it holds shards, by name.
 
     Attributes:
         places: Each tensor under the first of its names.
         aliases: The further names of tied tensors, and the first.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
         self.places: dict[str, Place] = {}
         self.aliases: dict[str, str] = {}
         self._everywhere: dict[str, Place] = {}
@@ -62,13 +66,13 @@ class ModuleTensors:
         first: dict[int, str] = {}
         for raw, tensor in _named(module):
             path, _, attribute = raw.rpartition(".")
+            name = plain_name(raw)
             place = Place(
                 owner=module.get_submodule(path),
                 attribute=attribute,
-                shape=tuple(tensor.shape),
+                shape=(shapes or {}).get(name, tuple(tensor.shape)),
                 is_parameter=isinstance(tensor, torch.nn.Parameter),
             )
-            name = plain_name(raw)
             self._everywhere[name] = place
             if not place.is_parameter and raw not in state:
                 continue
@@ -114,6 +118,16 @@ class ModuleTensors:
             if not self.places[name].is_parameter:
                 there = self._everywhere[alias]
                 setattr(there.owner, there.attribute, self.places[name].tensor)
+
+
+def tensors_of_average(module: nn.Module) -> ModuleTensors:
+    """Describe what an average of weights keeps: a module of this rank's shards, which was never set up.
+
+    Args:
+        module: The average's.
+    """
+    parts = KeptTensors("average", module).parts
+    return ModuleTensors(module, {name: part.shape for name, part in parts.items()})
 
 
 def check_on_host(names: ParameterNames) -> None:

@@ -15,7 +15,7 @@ from shard_xla.config import XLASPMDConfig
 from shard_xla.plugin import SPMD
 from shard_xla.strategy import runtime, spmd_sharding
 from shard_xla.strategy.engine import XLAEngine
-from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names
+from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names, tensors_of_average
 from shard_xla.strategy.optimizers import check_stale_parameters, repoint_to_devices, spread_value
 from shard_xla.strategy.recompilation import RecompilationWatch
 from shard_xla.strategy.running_variance import correct_running_variances
@@ -25,7 +25,7 @@ from shard_xla.strategy.units import check_classes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import ParameterNames, TrainingState
+    from shard_core.backend import FlatPart, ParameterNames, TrainingState
 
 
 class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
@@ -102,8 +102,21 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> TrainingState:
         """Describe which part of which tensor each device holds."""
-        tensors = {key: self._tensors[module] for key, module in modules.items()}
+        tensors = {
+            key: self._tensors[module] if module in self._tensors else tensors_of_average(module)
+            for key, module in modules.items()
+        }
         return SPMDState(tensors, optimizers, self._zeros_like)
+
+    def engine_flat_parts(self, module: torch.nn.Module) -> Mapping[torch.Tensor, FlatPart]:
+        """Return none: to torch all tensors are whole, however the compiler spreads them."""
+        del module
+        return {}
+
+    def engine_copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Copy a parameter, and spread the copy over the devices."""
+        copy = super().engine_copy(tensor, dtype)
+        return spmd_sharding.shard_tensor(copy, self._devices) if isinstance(tensor, torch.nn.Parameter) else copy
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # From the host: zeros made on the device would be a constant, of which every device keeps all.
