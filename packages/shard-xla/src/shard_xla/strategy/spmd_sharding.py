@@ -51,6 +51,8 @@ def to_device(module: nn.Module, device: torch.device) -> None:
 def shard_tensor(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
     """Shard a tensor along its largest dim, over all devices; one without dims or elements stays whole on each.
 
+    One that is spread already stays so: of what torch makes in a step the compiler chooses the dim.
+
     Args:
         tensor: On XLA's device.
         mesh: The devices.
@@ -60,6 +62,8 @@ def shard_tensor(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
     """
     import torch_xla.distributed.spmd as xs
 
+    if isinstance(xs.wrap_if_sharded(tensor), xs.XLAShardedTensor):
+        return tensor
     spec: list[str | None] = [None] * tensor.dim()
     if spec and tensor.numel():
         spec[tensor.shape.index(max(tensor.shape))] = AXIS
