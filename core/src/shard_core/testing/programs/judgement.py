@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 BOUNDS = {
     "loss": 1e-5, "later": 1e-5, "output": 1e-5, "outputs": 1e-5, "norm": 1e-5, "gradients": 2e-5,
     "weights": 1e-5, "averaged": 1e-5, "full": 1e-5, "state": 1e-4, "reduced": 1e-6, "rates": 1e-9, "rate": 1e-9,
-    "stepped": 0.0, "generator": 0.0,
+    "factor": 0.0, "stepped": 0.0, "tracked": 0.0, "generator": 0.0,
 }  # fmt: skip
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
 _TWINS, _TWINS_ALLOW = 3, 30.0
 _PATIENCE, _PATIENCE_OF_COMPILERS = 20.0, 120.0
+_MUON_ALLOWS = 50.0
+"""Torch's Muon orthogonalizes in bfloat16, in which other kernels round otherwise: by 1e-2 of an update."""
 _SETTLES = 10.0
 """Rounding breaks a bound, jitter included, by less than this factor; float64 settles nothing beyond: a dtype that is
 wrong for float32 alone is right there."""
@@ -56,7 +58,9 @@ _BY_EACH_RANK = (
     "reduced",
     "rates",
     "rate",
+    "factor",
     "stepped",
+    "tracked",
     "generator",
 )
 
@@ -116,7 +120,7 @@ def judge(program: Program, worlds: Callable[[int], World], *, timeout: float | 
 
 def patience(program: Program) -> float:
     """Return how many seconds a program may take: more where it is compiled, or each new shape of it."""
-    compiles = any("cpu" not in plugins.find(name).devices for name in _names(program))
+    compiles = _has_own_kernels(program)
     return _PATIENCE_OF_COMPILERS if compiles or program.compiled else _PATIENCE
 
 
@@ -179,6 +183,11 @@ def _changed(program: Program, trace: Trace) -> str:
     return ""
 
 
+def _has_own_kernels(program: Program) -> bool:
+    """Return whether a program computes on devices with other kernels than the CPU's."""
+    return any("cpu" not in plugins.find(name).devices for name in _names(program))
+
+
 def _as_before(key: str, before: torch.Tensor, after: torch.Tensor) -> bool:
     """Check that a tensor is as it was, or is a buffer, which forwards since then have moved on."""
     return torch.equal(before, after) or "running" in key or "tracked" in key or "calls" in key
@@ -191,6 +200,8 @@ def _compare(
     oracle = Oracle(program, runs[0][0].data_rank[1], _exchanges(program))
     compiled = bool(program.compiled)
     scale = max(rounding(name, program.precision, compiled=compiled) for name in _names(program))
+    if _has_own_kernels(program) and any(each.kind == "muon" for each in program.optimizers):
+        scale *= _MUON_ALLOWS
     scaled = POLICIES[program.precision].scaled
     for at, traces, truths in _truths(program, oracle, runs):
         for number, trace in enumerate(traces):

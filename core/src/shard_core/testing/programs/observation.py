@@ -69,7 +69,8 @@ def state(
         optimizers: What setup returned.
 
     Returns:
-        On rank 0 ``weights.0.NAME``, ``state.0.NAME.SLOT`` and ``rates.0``; on other ranks the rates alone.
+        On rank 0 ``weights.0.NAME``, ``state.0.NAME.SLOT``, ``rates.0`` and, under a gradient scaler, its ``factor``;
+        on other ranks the last two alone.
     """
     shown: dict[str, Any] = {}
     for number, module in enumerate(modules):
@@ -81,6 +82,8 @@ def state(
             tensors = {slot: torch.as_tensor(value).clone() for slot, value in values.items() if value is not None}
             shown |= {f"state.{number}.{name}.{slot}": tensor for slot, tensor in tensors.items()}
         shown[f"rates.{number}"] = [float(group["lr"]) for group in optimizer.param_groups]
+    if strategy.precision.scaler is not None:
+        shown["factor"] = strategy.precision.scaler.factor
     return shown
 
 

@@ -177,6 +177,9 @@ def _(operation: ops.Reduce, *_: object) -> Lines:
     }
     call = calls.get(operation.how, f"all_reduce(numbers, 'data_parallel', {operation.how!r})")
     lines = [f"numbers = batch({operation.key}, rank, 2).inputs", f"reduced = strategy.{call}"]
+    if operation.how == "gather":  # autograd does not follow unless it is asked to
+        lines[0] += ".requires_grad_()"
+        return lines, ["reduced=reduced", "tracked=reduced.requires_grad"]
     return lines, ["reduced=reduced['numbers'] + reduced['rank']" if operation.how == "dict" else "reduced=reduced"]
 
 

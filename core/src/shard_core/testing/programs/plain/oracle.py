@@ -286,7 +286,8 @@ class Oracle(PlainRun):
         if operation.how == "dict":
             return {"reduced": numbers.mean(0) + sum(self._ranks) / len(self._ranks)}
         whole = {"gather": numbers, "mean": numbers.mean(0), "sum": numbers.sum(0), "max": numbers.amax(0)}
-        return {"reduced": whole[operation.how]}
+        tracked = {"tracked": False} if operation.how == "gather" else {}
+        return {"reduced": whole[operation.how], **tracked}
 
 
 def _interleaved(shown: Sequence[Values]) -> Values:

@@ -103,6 +103,11 @@ class PlainPrecision:
         """Return how far rounding moves a value, relative to it."""
         return 2e-7 if self._rounding <= 1 else 2e-6 * self._rounding
 
+    @property
+    def factor(self) -> float | None:
+        """Return what the last loss was multiplied by; None where none ever is."""
+        return self._factor if self._table.scaled else None
+
     def factor_now(self) -> float:
         """Return what a loss is multiplied by: after a step that was skipped, half of what it was."""
         if self._overflowed:
