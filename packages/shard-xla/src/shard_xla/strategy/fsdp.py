@@ -24,6 +24,7 @@ from shard_xla.checkpoint import FlatState
 from shard_xla.config import XLAFSDPConfig
 from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
+from shard_xla.strategy.empty_batches import keep_empty_batches_in_graph
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_hooks import FullParameterHooks, call_through
 from shard_xla.strategy.module_tensors import (
@@ -93,6 +94,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         send_values(module)
         tensors = ModuleTensors(module)
         correct_running_variances(module)
+        keep_empty_batches_in_graph(module)
         root = units.shard(module, self.config, rank=self.global_rank, world_size=self.world_size)
         tensors.tie_buffers()
         hooks = FullParameterHooks(root, {id(tensors.places[name].tensor): name for name in tensors.places})
