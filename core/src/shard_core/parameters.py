@@ -23,6 +23,9 @@ WRAPPER_PREFIXES = (
 #: state of a parameter that has no dimensions either, which one rank holds.
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
+#: Those of them that ASGD multiplies elements by, on the parameter's device.
+FACTORS = frozenset({"eta", "mu"})
+
 
 def plain_name(name: str) -> str:
     """Remove what compiling, activation checkpointing and wrapped units put into a name.

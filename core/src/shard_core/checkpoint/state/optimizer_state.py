@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from shard_core.checkpoint.format.json_fields import shown
 from shard_core.checkpoint.state.optimizer_record import KERNEL_CHOICES, OptimizerRecord
 from shard_core.errors import CheckpointCorrupted, CheckpointError
-from shard_core.parameters import COUNTERS
+from shard_core.parameters import COUNTERS, FACTORS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -144,7 +144,7 @@ class OptimizerTensors:
             before = self._optimizer.state.get(parameter, {})
             for slot, value in scalars.items():
                 with self._refusing(f"{slot!r} of {name!r}", value):
-                    self._scalar(value, _copy(before.get(slot)), parameter)
+                    self._scalar(slot, value, _copy(before.get(slot)), parameter)
         for group, source in self._sources(records):
             for key, value in source.items():
                 with self._refusing(f"{key!r}", value):
@@ -200,14 +200,14 @@ class OptimizerTensors:
         self, name: str, parameter: torch.Tensor, scalars: Mapping[str, Any], held: set[tuple[str, str]]
     ) -> None:
         before = self._optimizer.state.get(parameter, {})
-        after = {slot: self._scalar(value, before.get(slot), parameter) for slot, value in scalars.items()}
+        after = {slot: self._scalar(slot, value, before.get(slot), parameter) for slot, value in scalars.items()}
         after |= {slot: value for slot, value in before.items() if (name, slot) in held and slot not in scalars}
         after |= {slot: tensor for (owner, slot), tensor in self._created.items() if owner == name}
         self._optimizer.state.pop(parameter, None)
         if after:
             self._optimizer.state[parameter] = after
 
-    def _scalar(self, value: Any, before: Any, parameter: torch.Tensor) -> Any:
+    def _scalar(self, slot: str, value: Any, before: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
             counts = isinstance(before, torch.Tensor) and isinstance(value, bool | int | float)
             return before.fill_(value) if counts else value
@@ -215,7 +215,7 @@ class OptimizerTensors:
             return before.copy_(value)
         # As torch's optimizers do: fused and capturable kernels want counters beside the parameter.
         group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
-        beside = bool(group.get("fused") or group.get("capturable"))
+        beside = slot in FACTORS or bool(group.get("fused") or group.get("capturable"))
         return value.to(parameter.device) if beside else value.clone()
 
     def _is_stored(self, name: str, slot: str, value: Any) -> bool:

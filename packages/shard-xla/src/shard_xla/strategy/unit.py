@@ -10,6 +10,7 @@ from typing import Any
 def unit_class() -> Any:
     """Return the class of units, whose forward notes in ``running`` that it runs."""
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+    from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
 
     class UnitFullyShardedDataParallel(XlaFullyShardedDataParallel):
         running = False
@@ -27,5 +28,13 @@ def unit_class() -> Any:
             # it was freed would be detached with the old strides.
             for whole in self.full_params:
                 whole.dim()
+
+        def _wait_for_post_backward(self) -> None:
+            # Only a gradient of its own ends a unit's backward, and upstream asks whether all of them have ended.
+            for unit in self.modules():
+                if isinstance(unit, XlaFullyShardedDataParallel) and any(p.requires_grad for p in unit.full_params):
+                    if unit.training_state == TrainingState.BACKWARD_PRE:
+                        unit.training_state = TrainingState.BACKWARD_POST
+            super()._wait_for_post_backward()
 
     return UnitFullyShardedDataParallel
