@@ -32,9 +32,9 @@ def unit_class() -> Any:
         def _wait_for_post_backward(self) -> None:
             # Only a gradient of its own ends a unit's backward, and upstream asks whether all of them have ended.
             for unit in self.modules():
-                if isinstance(unit, XlaFullyShardedDataParallel) and any(p.requires_grad for p in unit.full_params):
-                    if unit.training_state == TrainingState.BACKWARD_PRE:
-                        unit.training_state = TrainingState.BACKWARD_POST
+                begun = getattr(unit, "training_state", None) == TrainingState.BACKWARD_PRE
+                if begun and any(parameter.requires_grad for parameter in unit.full_params):
+                    unit.training_state = TrainingState.BACKWARD_POST
             super()._wait_for_post_backward()
 
     return UnitFullyShardedDataParallel
