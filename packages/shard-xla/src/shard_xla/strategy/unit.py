@@ -31,9 +31,10 @@ def unit_class() -> Any:
 
         def _wait_for_post_backward(self) -> None:
             # Only a gradient of its own ends a unit's backward, and upstream asks whether all of them have ended.
-            for unit in self.modules():
-                begun = getattr(unit, "training_state", None) == TrainingState.BACKWARD_PRE
-                if begun and any(parameter.requires_grad for parameter in unit.full_params):
+            units = [each for each in self.modules() if isinstance(each, XlaFullyShardedDataParallel)]
+            for unit in units:
+                has_begun = unit.training_state == TrainingState.BACKWARD_PRE
+                if has_begun and any(parameter.requires_grad for parameter in unit.full_params):
                     unit.training_state = TrainingState.BACKWARD_POST
             super()._wait_for_post_backward()
 
