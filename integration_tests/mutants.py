@@ -36,7 +36,7 @@ TARGETS = {
     "core/src/shard_core/gradients.py": ("ddp", "fsdp", "tp", "fsdp_cpu_offload"),
     "core/src/shard_core/fully_shard": ("fsdp", "tp", "hsdp"),
     "packages/shard-fsdp/src": ("fsdp", "hsdp", "fsdp_cpu_offload"),
-    "packages/shard-deepspeed/src": ("deepspeed_stage_3", "deepspeed_stage_2", "deepspeed_stage_1"),
+    "packages/shard-deepspeed/src": ("deepspeed_stage_3", "deepspeed_stage_2", "deepspeed_stage_1", "deepspeed"),
     "packages/shard-tp/src": ("tp",),
 }
 #: Of these, files in which nothing computes that a program comes to, and what they are for.
