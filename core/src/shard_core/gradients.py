@@ -245,8 +245,10 @@ def check_used_alike(used: Sequence[tuple[str, bool]], collectives: Collectives)
     if most + least == 0:
         return
     everyone = collectives.gather_objects(mine)
-    place = next(place for place in range(len(mine)) if len({each[place] for each in everyone}) > 1)
-    ranks = [rank for rank, each in enumerate(everyone) if each[place]]
+    # Of those that have sent less so far, nothing is known of the rest.
+    theirs = [each.ljust(len(mine), b"\0") for each in everyone]
+    place = next((place for place in range(len(mine)) if len({each[place] for each in theirs}) > 1), 0)
+    ranks = [rank for rank, each in enumerate(theirs) if each[place]] or [0]
     raise SetupError(
         f"the loss of rank {ranks[0]} has used {used[place][0]!r} and those of other ranks have not; this strategy "
         "sends gradients of several parameters as one message, where they would be mixed up: let every rank's loss use "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from xla_environments import HASTY
@@ -17,16 +19,17 @@ class Either(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.wide = nn.Linear(4, 40)
 
     def forward(self, x: torch.Tensor, side: str) -> torch.Tensor:
         return getattr(self, side)(x).square().mean()
 
 
-def each_its_own() -> str:
-    with get_strategy("xla_fsdp", accelerator="xla") as strategy:
+def each_its_own(sides: tuple[str, str], units: set[type[nn.Module]] | None) -> str:
+    with get_strategy("xla_fsdp", accelerator="xla", auto_wrap_policy=units) as strategy:
         model = strategy.setup_module(Either())
         inputs = strategy.batch_to_device(torch.ones(2, 4))
-        loss = model(inputs, ("left", "right")[strategy.global_rank])
+        loss = model(inputs, sides[strategy.global_rank])
         try:
             strategy.backward(loss, model)
         except SetupError as error:
@@ -34,6 +37,12 @@ def each_its_own() -> str:
         return "gradients are mixed up, and nobody says so"
 
 
-def test_what_would_be_mixed_up_is_refused(worlds: Any) -> None:
-    for refusal in worlds(2, HASTY).run(each_its_own):
-        assert refusal.startswith("the loss of rank 0 has used 'left.weight' and those of other ranks have not;")
+@pytest.mark.parametrize("units", [None, {nn.Linear}], ids=["one unit", "units"])
+@pytest.mark.parametrize("sides", [("left", "right"), ("left", "wide")])
+def test_what_would_be_mixed_up_is_refused(
+    worlds: Any, sides: tuple[str, str], units: set[type[nn.Module]] | None
+) -> None:
+    for refusal in worlds(2, HASTY).run(each_its_own, sides, units):
+        assert re.match(
+            r"the loss of rank \d has used '\w+\.(weight|bias)' and those of other ranks have not;", refusal
+        )

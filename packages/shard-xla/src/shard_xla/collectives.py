@@ -87,10 +87,12 @@ class ReduceScatter:
 
     Attributes:
         scale: What sums are multiplied by; upstream sets it.
+        check: Is called before a message: messages of ranks that have used different parameters differ in length.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
         self.scale = 1.0
+        self.check: Callable[[], None] = lambda: None
         self._limit = bucket_bytes
         self._waiting: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
 
@@ -106,8 +108,18 @@ class ReduceScatter:
         if self._limit and waits > self._limit:
             self.flush()
 
-    @torch.no_grad()
     def flush(self) -> None:
+        """Check that ranks wait for the same, and send it."""
+        if self._waiting:
+            self.check()
+        self.send()
+
+    def drop(self) -> None:
+        """Throw away what waits."""
+        self._waiting.clear()
+
+    @torch.no_grad()
+    def send(self) -> None:
         """Send what waits."""
         waiting, self._waiting = self._waiting, []
         if not waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shard_core import Strategy
+from shard_core import SetupError, Strategy
 from shard_core.backend import (
     FlatPart,
     LocalGradient,
@@ -98,6 +99,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         root = units.shard(module, self.config, rank=self.global_rank, world_size=self.world_size)
         tensors.tie_buffers()
         hooks = FullParameterHooks(root, {id(tensors.places[name].tensor): name for name in tensors.places})
+        hooks.check_messages(functools.partial(check_used_alike, collectives=self.collectives))
         self._sharded[module] = _Sharded(tensors, weakref.ref(hooks))
         call_through(module, root)
         take_own_names(module)
@@ -128,10 +130,15 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         del module
         for hooks in self._hooks():
             hooks.begin_backward()
-        loss.backward(**kwargs)
+        try:
+            loss.backward(**kwargs)
+            check_used_alike([pair for hooks in self._hooks() for pair in hooks.used()], self.collectives)
+        except SetupError:
+            for hooks in self._hooks():
+                units.drop_gradients(hooks.root)
+            raise
         for hooks in self._hooks():
             units.send_gradients(hooks.root)
-        check_used_alike([pair for hooks in self._hooks() for pair in hooks.used()], self.collectives)
         for hooks in self._hooks():
             hooks.end_backward()
 

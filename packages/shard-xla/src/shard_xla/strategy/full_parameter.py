@@ -32,9 +32,19 @@ class FullParameter:
     def __post_init__(self) -> None:
         self._trains = self.shard.requires_grad
         self._hooks = 0
+        self._reach = _Reach()
         self._shown: tuple[torch.Tensor, int] | None = None
         self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.full)
         self._watch()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the backward that runs, or ran last, has made a gradient for it on this rank."""
+        return self._reach.came
+
+    def begin_backward(self) -> None:
+        """Forget what the backward before has reached."""
+        self._reach.came = False
 
     def follow_values(self) -> bool:
         """Return whether the shard has changed; the full parameter's version is increased for autograd then, too.
@@ -124,6 +134,19 @@ class FullParameter:
         if self._trains and not self._hooks:
             self.shard.register_hook(functools.partial(_refuse_loss_of_shards, self.name))
             self._hooks = _versions.hooks_of(self.shard)
+            self.full.register_hook(functools.partial(_note, self._reach))
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Reach:
+    """Whether a gradient came; apart from the parameter, which its own hook would keep alive."""
+
+    came: bool = False
+
+
+def _note(reach: _Reach, gradient: torch.Tensor) -> None:
+    del gradient
+    reach.came = True
 
 
 def _refuse_loss_of_shards(name: str, gradient: torch.Tensor) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shard_core import SetupError
 from shard_xla import _versions
+from shard_xla.collectives import ReduceScatter
 from shard_xla.strategy.full_parameter import FullParameter
 from shard_xla.strategy.units import units_of
 
@@ -35,11 +37,14 @@ class FullParameterHooks:
     def __init__(self, root: nn.Module, names: Mapping[int, str]) -> None:
         self.root: Any = root
         self._units = list(units_of(root))
-        self._parameters = [
-            FullParameter(name=names[id(shard)], full=full, shard=shard)
+        self._of_units = [
+            [
+                FullParameter(name=names[id(shard)], full=full, shard=shard)
+                for full, shard in _versions.full_and_shards(unit)
+            ]
             for unit in self._units
-            for full, shard in _versions.full_and_shards(unit)
         ]
+        self._parameters = [each for own in self._of_units for each in own]
         self._deferring = False
         self._prepared = False
         self._outdated = False
@@ -60,10 +65,22 @@ class FullParameterHooks:
     def begin_backward(self) -> None:
         """Make the first gradient that comes prepare a backward."""
         self._prepared = False
+        for parameter in self._parameters:
+            parameter.begin_backward()
 
     def used(self) -> list[tuple[str, bool]]:
-        """List the parameters by name, and whether each has a gradient that was sent."""
-        return [] if self._deferring else [(each.name, each.shard.grad is not None) for each in self._parameters]
+        """List the parameters by name, and whether the backward has made a gradient for each, to be sent."""
+        return [] if self._deferring else _used(self._parameters)
+
+    def check_messages(self, check: Callable[[list[tuple[str, bool]]], None]) -> None:
+        """Have ranks compare what their losses have used of a unit before they send its gradients in one message.
+
+        Args:
+            check: Compares names and whether each has a gradient, on every rank.
+        """
+        for unit, own in zip(self._units, self._of_units, strict=True):
+            if isinstance(unit.reduce_scatter_op, ReduceScatter):
+                unit.reduce_scatter_op.check = functools.partial(_check, check, own)
 
     def end_backward(self) -> None:
         """Check that gradients are where the next call looks for them.
@@ -158,6 +175,14 @@ class FullParameterHooks:
                 "the end of no_backward_sync(), where nothing reaches them; all of these micro-batches are thrown "
                 "away: begin them anew, and change gradients after the last backward, which is outside."
             )
+
+
+def _used(parameters: Sequence[FullParameter]) -> list[tuple[str, bool]]:
+    return [(each.name, each.reached) for each in parameters]
+
+
+def _check(check: Callable[[list[tuple[str, bool]]], None], own: Sequence[FullParameter]) -> None:
+    check(_used(own))
 
 
 def call_through(module: nn.Module, root: nn.Module) -> None:

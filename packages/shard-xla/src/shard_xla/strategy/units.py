@@ -120,7 +120,19 @@ def send_gradients(root: nn.Module) -> None:
         root: What ``shard`` returned.
     """
     for unit in units_of(root):
-        unit.reduce_scatter_op.flush()
+        if isinstance(unit.reduce_scatter_op, collectives.ReduceScatter):
+            unit.reduce_scatter_op.send()
+
+
+def drop_gradients(root: nn.Module) -> None:
+    """Throw away the gradients that still wait to be sent.
+
+    Args:
+        root: What ``shard`` returned.
+    """
+    for unit in units_of(root):
+        if isinstance(unit.reduce_scatter_op, collectives.ReduceScatter):
+            unit.reduce_scatter_op.drop()
 
 
 def wrap_policy(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> Callable[..., bool] | None:
