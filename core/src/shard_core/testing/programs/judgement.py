@@ -39,8 +39,9 @@ _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
 _TWINS, _TWINS_ALLOW = 3, 30.0
 _PATIENCE, _PATIENCE_OF_COMPILERS = 20.0, 120.0
-_MUON_ALLOWS = 50.0
-"""Torch's Muon orthogonalizes in bfloat16, in which other kernels round otherwise: by 1e-2 of an update."""
+_MUON_ALLOWS = 200.0
+"""Torch's Muon orthogonalizes in bfloat16, in which other kernels round otherwise; where a gradient has few rows, what
+is rounded becomes a fifth of an update."""
 _SETTLES = 10.0
 """Rounding breaks a bound, jitter included, by less than this factor; float64 settles nothing beyond: a dtype that is
 wrong for float32 alone is right there."""
