@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shard_core.backend import ParameterNames, TrainingState
+    from shard_xla.collectives import ReduceScatter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,11 +135,11 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
             loss.backward(**kwargs)
             check_used_alike([pair for hooks in self._hooks() for pair in hooks.used()], self.collectives)
         except SetupError:
-            for hooks in self._hooks():
-                units.drop_gradients(hooks.root)
+            for message in self._messages():
+                message.drop()
             raise
-        for hooks in self._hooks():
-            units.send_gradients(hooks.root)
+        for message in self._messages():
+            message.send()
         for hooks in self._hooks():
             hooks.end_backward()
 
@@ -185,6 +186,9 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         shards = [(place.shape, place.tensor) for place in places]
         rank = self.global_rank
         return {shard: FlatPart(shape=shape, start=rank * shard.numel(), values=shard) for shape, shard in shards}
+
+    def _messages(self) -> list[ReduceScatter]:
+        return [message for hooks in self._hooks() for message in units.messages_of(hooks.root)]
 
     def _hooks(self) -> list[FullParameterHooks]:
         found = (sharded.hooks() for sharded in self._sharded.values())

@@ -113,26 +113,14 @@ def units_of(root: nn.Module) -> Iterator[Any]:
     return (each for each in root.modules() if isinstance(each, XlaFullyShardedDataParallel))
 
 
-def send_gradients(root: nn.Module) -> None:
-    """Send the gradients that still wait for others to share their message with.
+def messages_of(root: nn.Module) -> Iterator[collectives.ReduceScatter]:
+    """List what holds the gradients of each unit until they are sent; a rank alone has none.
 
     Args:
         root: What ``shard`` returned.
     """
-    for unit in units_of(root):
-        if isinstance(unit.reduce_scatter_op, collectives.ReduceScatter):
-            unit.reduce_scatter_op.send()
-
-
-def drop_gradients(root: nn.Module) -> None:
-    """Throw away the gradients that still wait to be sent.
-
-    Args:
-        root: What ``shard`` returned.
-    """
-    for unit in units_of(root):
-        if isinstance(unit.reduce_scatter_op, collectives.ReduceScatter):
-            unit.reduce_scatter_op.drop()
+    operations = (unit.reduce_scatter_op for unit in units_of(root))
+    return (each for each in operations if isinstance(each, collectives.ReduceScatter))
 
 
 def wrap_policy(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> Callable[..., bool] | None:
