@@ -239,18 +239,20 @@ def check_used_alike(used: Sequence[tuple[str, bool]], collectives: Collectives)
     """
     if collectives.world_size == 1 or not used:
         return
-    mine = bytes(is_used for _, is_used in used)
-    digest = int.from_bytes(hashlib.blake2b(mine, digest_size=7).digest())
+    mine = [[place, name] for place, (name, is_used) in enumerate(used) if is_used]  # a name may be listed twice
+    digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest())
     most, least = collectives.all_reduce(torch.tensor([digest, -digest]), reduce_op="max").tolist()
     if most + least == 0:
         return
     everyone = collectives.gather_objects(mine)
-    # Of those that have sent less so far, nothing is known of the rest.
-    theirs = [each.ljust(len(mine), b"\0") for each in everyone]
-    place = next((place for place in range(len(mine)) if len({each[place] for each in theirs}) > 1), 0)
-    ranks = [rank for rank, each in enumerate(theirs) if each[place]] or [0]
+    rank, name = next(
+        (rank, each[1])
+        for rank, own in enumerate(everyone)
+        for each in own
+        if not all(each in theirs for theirs in everyone)
+    )
     raise SetupError(
-        f"the loss of rank {ranks[0]} has used {used[place][0]!r} and those of other ranks have not; this strategy "
+        f"the loss of rank {rank} has used {name!r} and those of other ranks have not; this strategy "
         "sends gradients of several parameters as one message, where they would be mixed up: let every rank's loss use "
         "it, were it times zero, or train under 'ddp' with find_unused_parameters=True."
     )

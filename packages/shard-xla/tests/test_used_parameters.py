@@ -19,7 +19,7 @@ class Either(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.wide = nn.Linear(4, 40)
+        self.wide = nn.Linear(4, 400)  # its message is longer, however shards are filled up
 
     def forward(self, x: torch.Tensor, side: str) -> torch.Tensor:
         return getattr(self, side)(x).square().mean()
@@ -37,8 +37,11 @@ def each_its_own(sides: tuple[str, str], units: set[type[nn.Module]] | None) -> 
         return "gradients are mixed up, and nobody says so"
 
 
-@pytest.mark.parametrize("units", [None, {nn.Linear}], ids=["one unit", "units"])
-@pytest.mark.parametrize("sides", [("left", "right"), ("left", "wide")])
+@pytest.mark.parametrize(
+    ("sides", "units"),
+    [(("left", "right"), None), (("left", "right"), {nn.Linear}), (("left", "wide"), None)],
+    ids=["alike", "units alike", "of other sizes"],
+)
 def test_what_would_be_mixed_up_is_refused(
     worlds: Any, sides: tuple[str, str], units: set[type[nn.Module]] | None
 ) -> None:
