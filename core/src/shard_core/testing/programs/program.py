@@ -7,7 +7,8 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_core.errors import InvalidOption
-from shard_core.testing.programs.operations import Switch, checked, operation_from, record_of
+from shard_core.testing.programs.operations import Switch
+from shard_core.testing.programs.records import checked, operation_from, record_of
 from shard_core.testing.programs.settings import TAKES
 
 if TYPE_CHECKING:

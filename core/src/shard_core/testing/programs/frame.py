@@ -1,0 +1,197 @@
+"""Draws what a random program trains with, models, optimizers and options, and knows what of it goes together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from shard_core.capability import Capability
+from shard_core.precision.policies import POLICIES
+from shard_core.testing.programs.parts import PARTS, SKIPPING
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
+from shard_core.testing.programs.settings import (
+    ALL_AT_ONCE,
+    APART,
+    CAST,
+    COMPILED,
+    EXACT,
+    FUSED,
+    KINDS,
+    MADE_WHOLE,
+    NOT_COMPILED,
+    OPTIONS,
+    PRECISIONS,
+    SPARSE,
+    TAKES,
+    WHOLE,
+    offered,
+    splits_layers,
+)
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Sequence
+
+    from shard_core.plugins.info import StrategyInfo
+
+_RARE = {"empty": 0.3, "sparse": 0.3, "hooked_parameter": 0.2}
+"""How often a part is drawn, where less often than the others."""
+_WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
+
+
+def possible(program: Program) -> bool:
+    """Check a program's options, models and optimizers."""
+    if any(option not in _WRITTEN for option in program.options) or program.precision not in PRECISIONS:
+        return False
+    if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
+        return False
+    if not _shared_as_taken(program):
+        return False
+    if program.compiled and not _may_be_compiled(program):
+        return False
+    if not all(_may_be_sparse(program, spec) for spec in program.optimizers if _is_sparse(program, spec)):
+        return False
+    return all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
+
+
+def _shared_as_taken(program: Program) -> bool:
+    """Check that an optimizer that takes some parameters only is one of two, and has no keyword that torch's lacks."""
+    for spec in program.optimizers:
+        peers = [each.kind for each in program.optimizers if each.module == spec.module]
+        if spec.kind in TAKES and (len(peers) != 2 or peers.count(spec.kind) != 1 or spec.groups != 1):
+            return False
+        if spec.kind in TAKES and (spec.maximize or spec.fused or spec.foreach is not None):
+            return False
+    return True
+
+
+def _is_sparse(program: Program, spec: OptimizerSpec) -> bool:
+    """Check whether some gradients of an optimizer's module are sparse."""
+    return "sparse" in program.models[spec.module].parts
+
+
+def _may_be_sparse(program: Program, spec: OptimizerSpec) -> bool:
+    """Check that torch steps sparse gradients by an optimizer."""
+    plain = not spec.fused and not spec.weight_decay and spec.without != "sparse"
+    return spec.kind in SPARSE and plain and not POLICIES[program.precision].scaled
+
+
+def _may_be_compiled(program: Program) -> bool:
+    """Check that torch's compiler gets all of a program right."""
+    return program.compiled in COMPILED and not any(
+        part in NOT_COMPILED for spec in program.models for part in spec.parts
+    )
+
+
+def _may_lack(program: Program, spec: OptimizerSpec, part: str) -> bool:
+    """Check that an optimizer may be made without a part of its module, which no other optimizer shares."""
+    alone = [each.module for each in program.optimizers].count(spec.module) == 1
+    # Torch 2.9's Adagrad has no state for a group that it was not made with.
+    alone = alone and not POLICIES[program.precision].scaled
+    alone = alone and part != "sparse"  # an added group has weight decay
+    return alone and spec.kind != "adagrad" and part in program.models[spec.module].parts
+
+
+def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance: random.Random) -> Program:
+    """Draw everything but the operations."""
+    own_kernels = "cpu" not in card.devices
+    own_masks = splits_layers(card) or own_kernels  # of a plan's styles, or of the device's own generator
+    known = [part for part in PARTS if not (own_masks and part == "dropout")]
+    several = chance.random() < 0.15 and Capability.SEVERAL_MODULES in card.capabilities
+    models = []
+    for _ in range(1 + several):
+        weights = [_RARE.get(part, 1.0) for part in known]
+        parts = tuple(dict.fromkeys(chance.choices(known, weights, k=chance.randint(2, 5))))
+        models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict"])))
+    two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
+    # Torch's Adafactor divides by the number of elements.
+    divides = not any("empty" in model.parts for model in models) and Capability.ANY_OPTIMIZER in card.capabilities
+    kinds = [kind for kind in KINDS if kind not in WHOLE or divides]
+    optimizers = [
+        OptimizerSpec(
+            module=number if several else 0,
+            kind=chance.choice(kinds),
+            groups=chance.choice([1, 1, 2]),
+            maximize=chance.random() < 0.1,
+            foreach=chance.choice([None, None, True, False]),
+            weight_decay=chance.choice([0.0, 0.05]),
+            scheduled=chance.random() < 0.4,
+        )
+        for number in range(1 + two)
+    ]
+    precision = _precision(card, chance)
+    if precision in CAST and any(spec.kind in MADE_WHOLE for spec in optimizers):
+        precision = "32-true"
+    optimizers = [_fused(spec, models[spec.module], precision, chance) for spec in optimizers]
+    if any("sparse" in model.parts for model in models):
+        precision = "32-true" if POLICIES[precision].scaled else precision
+        kinds = [kind for kind in SPARSE if precision not in CAST or kind not in MADE_WHOLE]
+        changes: dict[str, Any] = {"kind": chance.choice(kinds), "fused": False, "weight_decay": 0.0}
+        optimizers = [dataclasses.replace(spec, **changes) for spec in optimizers]
+    late = chance.random() < 0.2
+    if late and own_kernels:
+        optimizers = [dataclasses.replace(spec, fused=False) for spec in optimizers]
+    drawn = Program(
+        seed=seed,
+        strategy=strategy,
+        world_size=world_size,
+        precision=precision,
+        models=tuple(models),
+        optimizers=tuple(optimizers),
+        late=late,
+        averaged=chance.random() < 0.08 and precision in EXACT,
+        options=_options(offered(strategy), chance),
+    )
+    drawn = _compiled(drawn, card, chance)
+    if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):
+        drawn = _taking(drawn, chance)
+    lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
+    return dataclasses.replace(drawn, optimizers=lacking)
+
+
+def _compiled(program: Program, card: StrategyInfo, chance: random.Random) -> Program:
+    """Return a program that may be compiled; rarely, for that takes seconds."""
+    compiled = dataclasses.replace(program, compiled=chance.choice(COMPILED))
+    rare = chance.random() < 0.02 and Capability.COMPILE in card.capabilities
+    return compiled if rare and _may_be_compiled(compiled) else program
+
+
+def _taking(program: Program, chance: random.Random) -> Program:
+    """Return a program of two optimizers over one model, the first of which may take some parameters only."""
+    if chance.random() < 0.8:
+        return program
+    first, second = program.optimizers
+    plain: dict[str, Any] = {"groups": 1, "maximize": False, "foreach": None, "fused": False}
+    first = dataclasses.replace(first, kind=chance.choice(list(TAKES)), **plain)
+    return dataclasses.replace(program, optimizers=(first, second))
+
+
+def _precision(card: StrategyInfo, chance: random.Random) -> str:
+    """Draw a precision; mostly float32, where bounds are narrow and most programs are meant to be."""
+    known = [name for name in PRECISIONS if name in card.precisions and "cpu" in card.devices]
+    return chance.choice(known or ["32-true"]) if chance.random() < 0.3 else "32-true"
+
+
+def _fused(spec: OptimizerSpec, model: ModelSpec, precision: str, chance: random.Random) -> OptimizerSpec:
+    """Return an optimizer that may step in one fused kernel, which excludes ``foreach``."""
+    wrong = precision == "bf16-true" and spec.kind in ("sgd", "momentum", "nesterov")
+    wrong = wrong or (spec.kind in ALL_AT_ONCE and not set(SKIPPING).isdisjoint(model.parts))
+    fused = spec.kind in FUSED and not spec.foreach and chance.random() < 0.2 and not wrong
+    return dataclasses.replace(spec, fused=fused)
+
+
+def _lacking(program: Program, spec: OptimizerSpec, chance: random.Random) -> OptimizerSpec:
+    """Return an optimizer that may be made without a part."""
+    part = chance.choice(program.models[spec.module].parts)
+    lacks = chance.random() < 0.35 and _may_lack(program, spec, part)
+    return dataclasses.replace(spec, without=part) if lacks else spec
+
+
+def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
+    """Draw up to three options, each with one value; mostly none."""
+    if chance.random() < 0.6:
+        return ()
+    drawn = chance.sample(offers, min(len(offers), chance.randint(1, 3)))
+    if set(drawn) >= APART:
+        drawn = [option for option in drawn if option not in APART]
+    return tuple({option.partition("=")[0]: option for option in drawn}.values())
