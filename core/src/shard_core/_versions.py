@@ -70,7 +70,12 @@ there. Checked on torch 2.13.0. It can go when torch shows it in public.
 their ``fsdp_params`` with ``_unsharded_param`` and ``sharded_param``: the tensors that units compute with, at which
 graphs end, and what they stand for. Checked on torch 2.9.0 and 2.13.0. They can go when torch says which parameter such
 a tensor stands for. Beside them ``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients
-wait, to throw them away. They can go when torch does so in ``zero_grad``.
+wait, to throw them away. They can go when torch does so in ``zero_grad``. And ``reset_sharded_param``, by which a unit
+reads its shards anew.
+
+``DTensor._local_tensor`` and ``_spec``: what a DTensor consists of, which torch leaves as it was when ``.data`` is
+assigned (pytorch/pytorch#157391), so that core gives ``DTensor`` a setter that does not. Checked on torch 2.9.0 and
+2.13.0. Both, and ``reset_sharded_param``, can go when torch's own setter reaches the shard and the units.
 """
 
 from __future__ import annotations
@@ -94,6 +99,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import CustomPolicy
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "COMPILED_CALL",
@@ -117,7 +123,9 @@ __all__ = [
     "is_operation",
     "is_split_over_ranks",
     "loading_values",
+    "read_shards_anew",
     "replaced_trunc_normal",
+    "set_local_tensor",
     "unset_fake_temporarily",
     "unsharded_parameters",
     "version_of",
@@ -253,6 +261,20 @@ def freeze_unsharded(module: torch.nn.Module) -> None:
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param") and not parameter.sharded_param.requires_grad:
                 parameter._unsharded_param.requires_grad_(False)
+
+
+def set_local_tensor(tensor: DTensor, other: DTensor) -> None:
+    """Make a DTensor consist of what another consists of."""
+    tensor._local_tensor = other._local_tensor.contiguous()
+    tensor._spec = other._spec
+
+
+def read_shards_anew(module: torch.nn.Module) -> None:
+    """Have the units of a module, none of which is gathered, read what their shards are now."""
+    for part in module.modules():
+        for group in _unit_groups(part):
+            for parameter in group.fsdp_params:
+                parameter.reset_sharded_param()
 
 
 def drop_deferred_gradients(module: torch.nn.Module) -> None:

@@ -290,21 +290,21 @@ def test_the_timeout_holds_along_every_axis(worlds: Any) -> None:
 
 
 class Either(nn.Module):
-    """Has two layers of one size, and runs one of them."""
+    """Has two layers, and runs one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4, bias=bias)
 
     def forward(self, x: torch.Tensor, side: str) -> torch.Tensor:
         return getattr(self, side)(x).square().mean()
 
 
-def one_after_the_other(defer: str) -> Any:
+def one_after_the_other(defer: str, bias: bool) -> Any:
     """Return the gradients after a deferred micro-batch through one layer and a last one through the other."""
     with get_strategy("hsdp", device_mesh=(2, 1), defer_sync=defer) as strategy:
         torch.manual_seed(0)
-        model = strategy.setup_module(Either())
+        model = strategy.setup_module(Either(bias=bias))
         batch = torch.ones(2, 4) * (1 + strategy.global_rank)
         for side in ("left", "right"):
             loss = model(batch, side)
@@ -316,14 +316,15 @@ def one_after_the_other(defer: str) -> Any:
         return strategy.module_gradients(model)
 
 
-def test_deferred_gradients_are_not_added_to_those_of_other_parameters(worlds: Any) -> None:
-    for message in worlds(2).run(one_after_the_other, "all_reduce"):
+@pytest.mark.parametrize("bias", [True, False], ids=["as many", "fewer"])
+def test_deferred_gradients_are_not_added_to_those_of_other_parameters(worlds: Any, bias: bool) -> None:
+    for message in worlds(2).run(one_after_the_other, "all_reduce", bias):
         assert message.startswith("micro-batches of one step reached different parameters of the root unit, ")
         assert message.endswith("pass defer_sync='all', or leave no_backward_sync out.")
     torch.manual_seed(0)
-    plain = Either()
+    plain = Either(bias=bias)
     for rank in range(2):
         for side in ("left", "right"):
             (plain(torch.ones(2, 4) * (1 + rank), side) / 2).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    oracle.assert_same_weights(worlds(2).run(one_after_the_other, "all")[0], expected, 1e-5)
+    oracle.assert_same_weights(worlds(2).run(one_after_the_other, "all", bias)[0], expected, 1e-5)

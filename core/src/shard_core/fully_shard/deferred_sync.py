@@ -80,8 +80,12 @@ class _Group:
         self._reached.clear()
         for parameter in unsharded_parameters(self._unit):
             if parameter not in self._watched and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._reached.add)
+                parameter.register_post_accumulate_grad_hook(self._note)
                 self._watched.add(parameter)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        if parameter.requires_grad:  # torch calls hooks of what was frozen after its forward, too
+            self._reached.add(parameter)
 
     def refusal(self, deferred: bool, named: bool) -> str | None:
         """Return why a backward has gone wrong, if it has, and note what it has deferred or sent."""

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.parametrize import ParametrizationList
 
 from shard_core._versions import in_backward, run_unit_hooks
+from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.inference_mode import without_inference_mode
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class EntryMethods:
         self._contexts = contextlib.ExitStack()
         self._started = False
         self._stale = False
+        self._assigned = AssignedData(module)
         self._output: Any = None
         for first, *_ in set(self._unit_of.values()):
             setattr(first, _PASS_ON, self._give_output)
@@ -80,13 +82,15 @@ class EntryMethods:
 
     def _enter(self, part: torch.nn.Module, args: Any) -> None:
         del args
+        if torch.compiler.is_compiling():
+            if part is self._module:  # torch's own hook ends the graph here, too
+                torch.compiler.disable(self._free_stale)()
+            return
         # Activation checkpointing calls again in backward what has run before.
-        if torch.compiler.is_compiling() or self._inside is not None or in_backward():
+        if self._inside is not None or in_backward():
             return
         self._inside = part.register_forward_hook(self._leave, always_call=True)
-        stale, self._stale = self._stale, False
-        if stale:
-            reshard(self._module)
+        stale = self._free_stale()
         if part is self._module:
             self._started = True
             return
@@ -99,6 +103,15 @@ class EntryMethods:
         if stale:  # a method goes on with what the root had gathered
             cast("FSDPModule", self._module).unshard()
         cast("FSDPModule", self._unit_of[part][0]).unshard()
+
+    def _free_stale(self) -> bool:
+        """Free what is gathered if shards may have changed since; return whether that was so."""
+        stale, self._stale = self._stale or self._assigned.pending, False
+        if stale:
+            reshard(self._module)
+        if self._assigned.pending:
+            self._assigned.take_in()
+        return stale
 
     def _leave(self, part: torch.nn.Module, args: Any, output: Any) -> Any:
         del args

@@ -200,7 +200,8 @@ class FullySharder:
             each.hide()
         for sync in self._syncs.values():
             sync.begin_backward()
-        yield
+        with self._explained():
+            yield
         came_through = {module}
         for sharded, gradients in self._gradients.items():
             if sharded in self._deferring:
@@ -214,6 +215,17 @@ class FullySharder:
         if self._mesh.size() > 1:  # else nothing is sent
             sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
             check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say why torch cannot add up a unit's deferred gradients, whose row is not as long as the one before."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "size of tensor" in str(error):
+                for sync in self._syncs.values():
+                    sync.end_backward(named=False)
+            raise
 
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient still waits of what an optimizer steps, the last backward having come past it.

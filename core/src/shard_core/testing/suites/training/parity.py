@@ -100,15 +100,16 @@ class Parity(Suite):
         tripled = [3 * loss for loss in truth.losses]
         oracle.assert_same_numbers("the ranks' mean loss in evaluation", means, tripled, 1e-6)
 
-    @pytest.mark.parametrize("what", ["weights", "gradients", "zeros"])
+    @pytest.mark.parametrize("what", ["weights", "data", "gradients", "zeros"])
     @promise(after=("averages_gradients",), every_size=False)
     def test_changes_by_hand_count(self, ranks: Ranks, what: str) -> None:
-        """What users do to ``parameters()`` and their gradients counts: changing either, and ``module.zero_grad()``.
+        """What users do to ``parameters()`` counts: change them or their gradients, assign ``.data``, zero a module's.
 
         A strategy may refuse it instead, before the next step is over, with a ``ShardError`` that says what to do.
 
         Usual cause:
-            The engine steps tensors of its own and writes them over the module's, or keeps gradients elsewhere.
+            The engine steps tensors of its own and writes them over the module's, or keeps gradients elsewhere;
+            parameters are wrappers, and only what is outside of them is assigned.
         """
         answers = ranks.run(train_by_hand, what)
         if all(isinstance(answer, str) for answer in answers):
@@ -195,6 +196,8 @@ def _change(what: str, at: str, model: nn.Module) -> None:
                 parameter.grad.mul_(0.5)
             elif (what, at) == ("weights", "after"):
                 parameter.mul_(0.9)
+            elif (what, at) == ("data", "after"):
+                parameter.data = parameter.data * 0.9
     if (what, at) == ("zeros", "after"):
         model.zero_grad()
 
