@@ -50,7 +50,7 @@ def test_everything_is_drawn(drawn):
 
 def test_an_option_is_drawn_where_it_acts():
     assert "sub_group_size=100" not in offered("ddp")
-    assert set(offered("single")) == {"activation_checkpointing=torch.nn.Linear"}
+    assert {each.partition("=")[0] for each in offered("single")} == {"activation_checkpointing", "activation_offload"}
 
 
 def test_an_option_that_nobody_wrote_here_is_illegal():
@@ -70,6 +70,43 @@ def test_what_a_gradient_scaler_forbids_is_illegal():
         assert legal(dataclasses.replace(PLAIN, operations=operations))
         assert not legal(dataclasses.replace(SCALED, operations=operations))
     assert legal(dataclasses.replace(SCALED, operations=(BACKWARD, BACKWARD, ops.Step(), ops.ZeroGrad(), BACKWARD)))
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        (ops.Load(),),
+        (ops.Fail(how="load"),),
+        (ops.Save(), ops.Switch(strategy="ddp"), ops.Load(how="latest")),
+        (ops.LoadWeights(),),
+        (BACKWARD, ops.EditGradients(how="infinite"), ops.Step()),
+        (BACKWARD, ops.EditGradients(how="infinite"), ops.ClipNorm(max_norm=1.0), ops.Closure(key=1, rows=(2, 2))),
+    ],
+)
+def test_what_nobody_saved_and_what_is_no_number_is_not_gone_on_with(operations):
+    assert not legal(dataclasses.replace(PLAIN, operations=operations))
+
+
+def test_infinite_gradients_are_zeroed_before_a_step():
+    infinite = (BACKWARD, ops.EditGradients(how="infinite"), ops.ClipNorm(max_norm=1.0), ops.ShowGradients())
+    for zeroed in (ops.ZeroGrad(), ops.ZeroByHand(set_to_none=False)):
+        assert legal(dataclasses.replace(PLAIN, operations=(*infinite[:2], zeroed, BACKWARD, ops.Step())))
+    assert legal(dataclasses.replace(PLAIN, operations=infinite))
+    assert not legal(dataclasses.replace(SCALED, operations=infinite))
+
+
+def test_a_layer_is_not_frozen_where_its_activations_are_computed_again():
+    frozen = dataclasses.replace(PLAIN, operations=(dataclasses.replace(BACKWARD, how="frozen"),))
+    assert legal(frozen)
+    assert not legal(dataclasses.replace(frozen, options=("activation_checkpointing=torch.nn.Linear",)))
+
+
+def test_a_module_may_have_no_optimizer():
+    two = dataclasses.replace(PLAIN, models=(*PLAIN.models, *PLAIN.models))
+    backward = dataclasses.replace(BACKWARD, module=1)
+    assert legal(dataclasses.replace(two, operations=(backward, ops.ShowGradients(module=1), ops.Step())))
+    assert not legal(dataclasses.replace(two, operations=(dataclasses.replace(backward, denominator=True),)))
+    assert not legal(dataclasses.replace(two, precision="16-mixed"))
 
 
 def test_a_precision_that_is_not_listed_is_illegal():

@@ -45,13 +45,23 @@ def possible(program: Program) -> bool:
         return False
     if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
         return False
-    if not _shared_as_taken(program):
-        return False
-    if program.compiled and not _may_be_compiled(program):
+    if not _shared_as_taken(program) or (program.compiled and not _may_be_compiled(program)):
         return False
     if not all(_may_be_sparse(program, spec) for spec in program.optimizers if _is_sparse(program, spec)):
         return False
+    if not all(_is_stepped(program, number) for number in range(len(program.models))) and _is_scaled(program):
+        return False
     return all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
+
+
+def _is_stepped(program: Program, number: int) -> bool:
+    """Check whether a module has an optimizer."""
+    return number in [spec.module for spec in program.optimizers]
+
+
+def _is_scaled(program: Program) -> bool:
+    """Check whether losses are multiplied by a gradient scaler, which divides what an optimizer has."""
+    return POLICIES[program.precision].scaled
 
 
 def _shared_as_taken(program: Program) -> bool:
@@ -128,6 +138,8 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         kinds = [kind for kind in SPARSE if precision not in CAST or kind not in MADE_WHOLE]
         changes: dict[str, Any] = {"kind": chance.choice(kinds), "fused": False, "weight_decay": 0.0}
         optimizers = [dataclasses.replace(spec, **changes) for spec in optimizers]
+    if several and chance.random() < 0.25 and not POLICIES[precision].scaled:
+        optimizers = optimizers[:1]
     late = chance.random() < 0.2
     if late and own_kernels:
         optimizers = [dataclasses.replace(spec, fused=False) for spec in optimizers]

@@ -126,7 +126,7 @@ def _ordinary(
 
 
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
-    kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient"]
+    kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient", "frozen"]
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
     kinds += ["contrastive"] * (Capability.SYNC_GRADS in card.capabilities)
     kinds += ["through"] * 2 * (len(program.models) == 2)
@@ -153,25 +153,33 @@ def _odd(
     program: Program, number: int, mine: Sequence[int], card: StrategyInfo, chance: random.Random
 ) -> list[Operation]:
     """Draw one each of all operations but a switch, wherever they may stand."""
-    which = chance.choice(list(mine))
+    which = chance.choice(list(mine) or range(len(program.optimizers)))
     key = chance.randrange(10**6)
     parts = [
         part for part in program.models[number].parts if part != "frozen" or Capability.UNFREEZE in card.capabilities
+    ]
+    forwards = [
+        how for how in ops.WAYS[ops.Forward] if how != "method" or Capability.ENTRY_METHODS in card.capabilities
     ]
     averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key)] * 4  # few programs have an average
     proposals: list[Operation] = [
         *(averaging if program.averaged else ()),
         _backward(program, number, card, chance),
-        ops.Forward(module=number, key=key, how=chance.choice(ops.WAYS[ops.Forward])),
+        ops.Forward(module=number, key=key, how=chance.choice(forwards)),
         ops.Evaluate(module=number, key=key, samples=chance.randint(3, 9)),
         ops.ClipNorm(optimizer=which, max_norm=0.5),
         ops.ClipValue(optimizer=which, value=chance.choice([0.01, 1.0])),
         ops.Step(optimizer=which),
         ops.Closure(optimizer=which, key=key, rows=(chance.randint(2, 4),) * program.world_size),
-        ops.ZeroGrad(of_module=chance.random() < 0.5, which=number, set_to_none=chance.random() < 0.5),
+        chance.choice(
+            [
+                ops.ZeroGrad(of_module=True, which=number, set_to_none=chance.random() < 0.5),
+                ops.ZeroGrad(which=which, set_to_none=chance.random() < 0.5),
+            ]
+        ),
         ops.ZeroByHand(module=number, set_to_none=chance.random() < 0.5),
-        ops.EditGradients(module=number),
-        ops.EditWeights(module=number, which=chance.randrange(50)),
+        ops.EditGradients(module=number, how=chance.choice(ops.WAYS[ops.EditGradients])),
+        ops.EditWeights(module=number, which=chance.randrange(50), how=chance.choice(ops.WAYS[ops.EditWeights])),
         ops.ChangeLearningRate(optimizer=which, factor=chance.choice([0.5, 1.5])),
         *[ops.AddGroup(optimizer=which, rate=chance.choice([0.01, 0.1]), decay=chance.choice([0.0, 0.1]))] * 3,
         ops.StepScheduler(optimizer=which),
@@ -184,7 +192,9 @@ def _odd(
         ops.Reduce(key=key, how=chance.choice(ops.WAYS[ops.Reduce])),
         ops.Seed(seed=chance.randrange(1000)),
         ops.Save(blocking=chance.random() < 0.6),
-        ops.Load(),
-        ops.Load(),
+        *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 2,
+        ops.Fail(how=chance.choice(ops.WAYS[ops.Fail])),
+        ops.SavePretrained(module=number),
+        *[ops.LoadWeights(module=number)] * 2,
     ]
     return [each for each in proposals if _NEEDS.get(type(each)) in (None, *card.capabilities)]

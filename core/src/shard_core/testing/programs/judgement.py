@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 BOUNDS = {
     "loss": 1e-5, "later": 1e-5, "output": 1e-5, "outputs": 1e-5, "norm": 1e-5, "gradients": 2e-5,
     "weights": 1e-5, "averaged": 1e-5, "full": 1e-5, "state": 1e-4, "reduced": 1e-6, "rates": 1e-9, "rate": 1e-9,
-    "factor": 0.0, "stepped": 0.0, "tracked": 0.0, "generator": 0.0,
+    "factor": 0.0, "stepped": 0.0, "tracked": 0.0, "failed": 0.0, "generator": 0.0,
 }  # fmt: skip
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
@@ -62,6 +62,7 @@ _BY_EACH_RANK = (
     "factor",
     "stepped",
     "tracked",
+    "failed",
     "generator",
 )
 
@@ -330,7 +331,9 @@ def distance(mine: Any, truth: Any, least: float = 0.0) -> float:
     if torch.equal(own, true) or not true.numel():
         return 0.0
     finite = true.isfinite()
-    if not torch.equal(own.isfinite(), finite):
+    if not torch.equal(own[~finite].nan_to_num(0.0), true[~finite].nan_to_num(0.0)) or not bool(
+        own[finite].isfinite().all()
+    ):
         return math.inf
     true, own = true.double()[finite], own.double()[finite]
     if not true.numel():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,6 +89,11 @@ class Model(nn.Module):
         if self.output == "tuple":
             return prediction, auxiliary
         return {"prediction": prediction, "auxiliary": auxiliary} if self.output == "dict" else prediction
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the weights into a folder, as Hugging Face's models do, in a file of ``torch.save``."""
+        os.makedirs(folder, exist_ok=True)
+        torch.save(self.state_dict(), os.path.join(folder, "weights.pt"))
 
     def score(self, given: Batch, extra: bool = False) -> torch.Tensor:
         """Compute a number a row: a method other than forward that is trained through, too."""

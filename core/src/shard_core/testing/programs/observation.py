@@ -16,7 +16,7 @@ from shard_core.errors import ShardError
 from shard_core.selection import get_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shard_core.strategy import Strategy
     from shard_core.testing.programs.program import Segment
@@ -96,6 +96,22 @@ def print_shown(number: int, **values: Any) -> None:
     """
     if os.environ.get("RANK", "0") == "0":
         print(number, *(f"{name}={_flat(value)}" for name, value in _copied(values).items()))
+
+
+def fails(called: Callable[[], object]) -> bool:
+    """Call what is to be refused.
+
+    Args:
+        called: What all ranks call.
+
+    Returns:
+        Whether it was, by one of our errors; after any other a program ends.
+    """
+    try:
+        called()
+    except ShardError:
+        return True
+    return False
 
 
 def run(text: str, folder: str, segment: Segment) -> Trace:

@@ -17,7 +17,8 @@ class Backward:
         how: ``"plain"``; ``"retain_graph"``: two backwards through one graph; ``"two_forwards"``: of one loss;
             ``"crossed"``: two forwards, then their backwards in the other order; ``"gradient"``: of the output and its
             gradient; ``"method"``: through an entry method; ``"contrastive"``: each row's output is told from those of
-            all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named.
+            all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named;
+            ``"frozen"``: the layer on top is frozen before the backward, and trained again after it.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is.
@@ -34,7 +35,7 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A forward without a backward: ``how`` is ``train``, ``eval``, ``no_grad``, ``inference`` or ``unwrap``."""
+    """A forward without a backward: ``train``, ``eval``, ``no_grad``, ``inference``, ``unwrap`` or entry ``method``."""
 
     module: int = 0
     key: int
@@ -93,19 +94,21 @@ class ZeroByHand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EditGradients:
-    """Multiply a module's gradients by hand."""
+    """Multiply a module's gradients by hand, or make all their elements infinite: ``"infinite"``."""
 
     module: int = 0
     factor: float = 0.5
+    how: str = "multiplied"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EditWeights:
-    """Multiply one parameter by hand, counted round."""
+    """Multiply one parameter by hand, counted round: ``"in place"``, or by other ``"data"``."""
 
     module: int = 0
     which: int
     factor: float = 0.9
+    how: str = "in place"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +217,30 @@ class Save:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """Load the last checkpoint."""
+    """Load the last checkpoint, by its path or as the ``"latest"`` of its folder."""
+
+    how: str = "path"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fail:
+    """Save where a file is in the way (``"save"``), or load a value that the last checkpoint lacks (``"load"``)."""
+
+    how: str = "save"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavePretrained:
+    """Write a module's weights by its own ``save_pretrained``."""
+
+    module: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadWeights:
+    """Fill a module with the weights that its ``save_pretrained`` has written last."""
+
+    module: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,6 +292,9 @@ Operation = (
     | Seed
     | Save
     | Load
+    | Fail
+    | SavePretrained
+    | LoadWeights
     | Switch
     | Evaluate
 )
@@ -274,9 +303,13 @@ KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Operation.__args_
 """The operations by name."""
 WAYS: dict[type[Any], tuple[str, ...]] = {
     Backward: (
-        "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through",
+        "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
     ),
-    Forward: ("train", "eval", "no_grad", "inference", "unwrap"),
+    Forward: ("train", "eval", "no_grad", "inference", "unwrap", "method"),
+    EditGradients: ("multiplied", "infinite"),
+    EditWeights: ("in place", "data"),
+    Load: ("path", "latest"),
+    Fail: ("save", "load"),
     Reduce: ("mean", "sum", "max", "gather", "dict"),
 }  # fmt: skip
 """What ``how`` may be, where an operation has it."""

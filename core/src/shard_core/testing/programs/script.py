@@ -27,7 +27,7 @@ _HEAD = '''\
 {before}import torch
 
 from shard_core import {imports}
-from shard_core.testing.programs import Model, batch, contrast_of, evaluate, fed_back, loss_of
+from shard_core.testing.programs import Model, batch, contrast_of, evaluate, fails, fed_back, loss_of
 from shard_core.testing.programs import parameters_of, print_shown, state, tensors_of
 
 
@@ -98,7 +98,7 @@ def _build(program: Program) -> Iterator[str]:
         yield from made
     for number, name in enumerate(_names(program)):
         own = [each for each, spec in _optimizers(program) if spec.module == number]
-        if program.late:
+        if program.late or not own:
             yield f"    {name} = strategy.setup_module({name})"
         else:
             names = "".join(f"{each}, " for each in own)

@@ -22,6 +22,41 @@ class _Module:
     denominator: bool | None = None
     clipped: bool = False
     stale: bool = False
+    infinite: bool = False
+
+
+class _Files:
+    """What was saved, and what of it can be loaded."""
+
+    def __init__(self) -> None:
+        self._saved: frozenset[int] | None = None
+        self._newest = False
+        self._pretrained: set[int] = set()
+
+    def have(self, operation: Operation, module: int, added: frozenset[int]) -> bool:
+        """Check that there is what an operation loads; optimizers have to have the groups they were saved with."""
+        match operation:
+            case ops.Load(how=how):
+                return self._saved == added and (self._newest or how == "path")
+            case ops.Fail(how="load"):
+                return self._saved is not None
+            case ops.LoadWeights():
+                return module in self._pretrained
+            case _:
+                return True
+
+    def follow(self, operation: Operation, module: int, added: frozenset[int]) -> None:
+        """Go on to after an operation."""
+        match operation:
+            case ops.Save():
+                self._saved, self._newest = added, True
+            case ops.SavePretrained():
+                self._pretrained.add(module)
+            case ops.Switch(world_size=size):
+                self._newest = False
+                self._saved = None if size else self._saved  # other processes have no handle of it
+            case _:
+                pass
 
 
 class Situation:
@@ -39,27 +74,31 @@ class Situation:
         self.world_size = program.world_size
         self._scaled = POLICIES[program.precision].scaled
         self._added: frozenset[int] = frozenset()
-        self._saved: frozenset[int] | None = None
+        self._files = _Files()
+        self._recomputes = _has(program, "activation_checkpointing")
+        self._away = _has(program, "param_persistence_threshold")
         self._modules = [_Module() for _ in program.models]
 
     def allows(self, operation: Operation) -> bool:
         """Check whether plain PyTorch, with what the contract adds to it, allows an operation now."""
         number = self._module_of(operation)
         module = self._modules[number]
-        alone = [spec.module for spec in self._program.optimizers].count(number) == 1
+        alone = self._is_alone(number)
         match operation:
             case ops.Backward():
                 allowed = self._adds_up(operation)
-            case ops.ClipNorm() | ops.ClipValue() | ops.Step() | ops.EditGradients() | ops.ShowGradients():
+            case ops.Step():
+                allowed = not (module.deferred or module.infinite)
+            case ops.EditGradients(how="infinite"):
+                # A gradient scaler would skip the step, unless it had looked before; a part left out keeps them.
+                allowed = alone and not (module.deferred or self._scaled or self._lacks_of(number))
+            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients() | ops.ShowGradients():
                 allowed = not module.deferred
             case ops.Closure(rows=rows):
-                allowed = alone and not module.deferred and not self._scaled and len(rows) == self.world_size
-            case ops.ZeroGrad(of_module=of_module, set_to_none=none):
-                allowed = (none and (of_module or (alone and not self._lacks_of(number)))) or not module.deferred
-            case ops.ZeroByHand(set_to_none=none):
-                # What is zero need not have been zeroed, so that nothing can follow it.
-                pending = bool(module.denominator) or module.clipped or (self._scaled and not module.stale)
-                allowed = none or not (module.deferred or pending)
+                pending = module.deferred or module.infinite
+                allowed = alone and not (pending or self._scaled) and len(rows) == self.world_size
+            case ops.ZeroGrad() | ops.ZeroByHand():
+                allowed = self._may_be_zeroed(operation, number)
             case ops.Freeze(part=part):
                 allowed = part in self._program.models[number].parts
             case ops.StepScheduler(optimizer=which):
@@ -68,24 +107,35 @@ class Situation:
                 allowed = self._lacks(which)
             case ops.UpdateAverage() | ops.ShowAverage():
                 allowed = self._program.averaged
-            case ops.Load():
-                allowed = self._saved == self._added
             case ops.Switch(world_size=size):
                 allowed = size != self.world_size
             case _:
-                allowed = True
+                allowed = self._files.have(operation, number, self._added)
         return allowed and self._has_kernels(operation, number)
+
+    def _may_be_zeroed(self, operation: ops.ZeroGrad | ops.ZeroByHand, number: int) -> bool:
+        """Check whether gradients may be zeroed now in one way."""
+        module, none = self._modules[number], operation.set_to_none
+        if isinstance(operation, ops.ZeroGrad):
+            all_of_it = operation.of_module or (self._is_alone(number) and not self._lacks_of(number))
+            return (none and all_of_it) or not module.deferred
+        # What is zero need not have been zeroed, so that nothing can follow it.
+        pending = bool(module.denominator) or module.clipped or (self._scaled and not module.stale)
+        return none or not (module.deferred or pending)
 
     def _has_kernels(self, operation: Operation, number: int) -> bool:
         """Check whether torch computes an operation where models are compiled, steps are fused or gradients sparse."""
         match operation:
-            case ops.ClipNorm() | ops.ClipValue():
+            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite"):
                 return "sparse" not in self._program.models[number].parts
             case ops.Backward(how="retain_graph"):
                 return not self._program.compiled
-            case ops.Freeze():
+            case ops.Freeze() | ops.Backward(how="frozen"):
                 mine = (spec for spec in self._program.optimizers if spec.module == number)
-                return not any(spec.fused and spec.kind in ALL_AT_ONCE for spec in mine)
+                recomputed = self._recomputes and isinstance(operation, ops.Backward)
+                return not (recomputed or any(spec.fused and spec.kind in ALL_AT_ONCE for spec in mine))
+            case ops.EditWeights(how="data"):
+                return not self._away
             case ops.LoadStateDict():
                 return self._program.compiled != "before"
             case _:
@@ -104,9 +154,14 @@ class Situation:
         if not operation.denominator:
             possible = 0 not in operation.rows
         else:
-            lacks = any(self._lacks_of(each) for each in reached)
+            stepped = {spec.module for spec in self._program.optimizers}
+            lacks = any(self._lacks_of(each) or each not in stepped for each in reached)
             possible = operation.how not in ("gradient", "contrastive") and not lacks
         return possible and all(self._modules[each].denominator in (None, operation.denominator) for each in reached)
+
+    def _is_alone(self, number: int) -> bool:
+        """Check whether a module has one optimizer."""
+        return [spec.module for spec in self._program.optimizers].count(number) == 1
 
     def _lacks_of(self, number: int) -> bool:
         return any(self._lacks(which) for which, spec in enumerate(self._program.optimizers) if spec.module == number)
@@ -126,18 +181,21 @@ class Situation:
         """Go on to after an operation that is allowed."""
         number = self._module_of(operation)
         module = self._modules[number]
+        self._files.follow(operation, number, self._added)
         match operation:
             case ops.Backward(denominator=denominator, deferred=deferred):
                 for each in _reached(operation):
                     self._modules[each].denominator, self._modules[each].deferred = denominator, deferred
             case ops.ClipNorm() | ops.ClipValue():
                 module.clipped = True
+            case ops.EditGradients(how="infinite"):
+                module.infinite = True
             case ops.Step() | ops.Closure():
                 module.stale = True
-                if [spec.module for spec in self._program.optimizers].count(number) == 1:
+                if self._is_alone(number):
                     module.denominator, module.clipped = None, False
             case ops.ZeroGrad(of_module=of_module):
-                if of_module or [spec.module for spec in self._program.optimizers].count(number) == 1:
+                if of_module or self._is_alone(number):
                     self._modules[number] = _Module(deferred=module.deferred)
             case ops.ZeroByHand(set_to_none=none):
                 pending = None if none else module.denominator
@@ -145,14 +203,16 @@ class Situation:
             case ops.AddGroup(optimizer=which):
                 self._added |= {which}
                 module.stale = True
-            case ops.Save():
-                self._saved = self._added
             case ops.Switch(world_size=size):
                 self._modules = [_Module() for _ in self._modules]
-                self._saved = None if size else self._saved  # other processes have no handle of it
                 self.world_size = size or self.world_size
             case _:
                 pass
+
+
+def _has(program: Program, option: str) -> bool:
+    """Check whether a program gives an option, or one whose name begins with it."""
+    return any(each.startswith(option) for each in program.options)
 
 
 def _reached(operation: ops.Backward) -> list[int]:

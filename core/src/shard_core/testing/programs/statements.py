@@ -23,7 +23,7 @@ Lines = tuple[list[str], list[str]]
 MODULES = ("model", "critic")
 OPTIMIZERS = ("optimizer", "second")
 SCHEDULERS = ("scheduler", "second_scheduler")
-_FORWARDS = {"train": "", "eval": "", "no_grad": "torch.no_grad()", "inference": "torch.inference_mode()", "unwrap": ""}
+_CONTEXTS = {"no_grad": "torch.no_grad()", "inference": "torch.inference_mode()"}
 
 
 @functools.singledispatch
@@ -87,14 +87,18 @@ def _(operation: ops.ZeroByHand, *_: object) -> Lines:
 @statements.register(ops.EditGradients)
 def _(operation: ops.EditGradients, *_: object) -> Lines:
     loop = f"for parameter in {MODULES[operation.module]}.parameters():"
-    return [loop, "    if parameter.grad is not None:", f"        parameter.grad.mul_({operation.factor})"], []
+    edit = "add_(float('inf'))" if operation.how == "infinite" else f"mul_({operation.factor})"
+    return [loop, "    if parameter.grad is not None:", f"        parameter.grad.{edit}"], []
 
 
 @statements.register(ops.EditWeights)
 def _(operation: ops.EditWeights, program: Program, *_: object) -> Lines:
     chosen = f"parameters = list({MODULES[operation.module]}.parameters())"
-    edit = f"    parameters[{operation.which} % len(parameters)].mul_({operation.factor})"
-    return [chosen, "with torch.no_grad():", edit], [f"**{shown_state(program)}"]
+    edited, factor = f"parameters[{operation.which} % len(parameters)]", operation.factor
+    shown = [f"**{shown_state(program)}"]
+    if operation.how == "data":
+        return [chosen, f"edited = {edited}", f"edited.data = edited.data * {factor}"], shown
+    return [chosen, "with torch.no_grad():", f"    {edited}.mul_({factor})"], shown
 
 
 @statements.register(ops.ChangeLearningRate)
@@ -196,9 +200,32 @@ def _(operation: ops.Save, program: Program, number: int, *_: object) -> Lines:
 
 @statements.register(ops.Load)
 def _(operation: ops.Load, program: Program, number: int, saved: str) -> Lines:
-    del operation, number
-    load = f"strategy.load_checkpoint(f'{{folder}}/{saved}', {_states(program)})"
-    return ["saving.wait()", load], [f"**{shown_state(program)}"]
+    del number
+    path = "strategy.latest_checkpoint(folder)" if operation.how == "latest" else f"f'{{folder}}/{saved}'"
+    return ["saving.wait()", f"strategy.load_checkpoint({path}, {_states(program)})"], [f"**{shown_state(program)}"]
+
+
+@statements.register(ops.Fail)
+def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
+    states, shown = _states(program), ["failed=failed", f"**{shown_state(program)}"]
+    if operation.how == "load":
+        path, lacking = f"f'{{folder}}/{saved}'", f"{{'lacking': 3, **{states}}}"
+        return ["saving.wait()", f"failed = fails(lambda: strategy.load_checkpoint({path}, {lacking}))"], shown
+    path = f"f'{{folder}}/taken-{number}'"
+    made = f"open({path}, 'w').close()"
+    return [made, f"failed = fails(lambda: strategy.save_checkpoint({path}, {states}))"], shown
+
+
+@statements.register(ops.SavePretrained)
+def _(operation: ops.SavePretrained, *_: object) -> Lines:
+    name = MODULES[operation.module]
+    return [f"strategy.unwrap({name}).save_pretrained(f'{{folder}}/{name}')"], []
+
+
+@statements.register(ops.LoadWeights)
+def _(operation: ops.LoadWeights, program: Program, *_: object) -> Lines:
+    name = MODULES[operation.module]
+    return [f"strategy.load_weights(f'{{folder}}/{name}/weights.pt', {name})"], [f"**{shown_state(program)}"]
 
 
 @statements.register(ops.Switch)
@@ -252,6 +279,9 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
                 "loss = contrast_of(mine, everyone, rank)",
                 f"strategy.backward(loss, {name})",
             ]
+        case "frozen":
+            top = f"strategy.unwrap({name}).head.requires_grad_"
+            lines += [loss, f"{top}(False)", f"strategy.backward(loss, {name}{counted})", f"{top}(True)"]
         case "through":
             first, second = MODULES
             lines += [
@@ -272,9 +302,10 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
 @statements.register(ops.Forward)
 def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
-    called = f"strategy.unwrap({name})" if operation.how == "unwrap" else name
-    line = f"output = tensors_of({called}({_batch(program, operation.key, (3,))}))[0]"
-    context = _FORWARDS[operation.how]
+    called = f"strategy.unwrap({name})" if operation.how in ("unwrap", "method") else name
+    given = _batch(program, operation.key, (3,))
+    line = f"output = tensors_of({called}{'.score' if operation.how == 'method' else ''}({given}))[0]"
+    context = _CONTEXTS.get(operation.how)
     lines = [f"with {context}:", f"    {line}"] if context else [line]
     if operation.how in ("eval", "inference"):
         lines = [f"{name}.eval()", *lines, f"{name}.train()"]

@@ -25,6 +25,11 @@ PLAN = {
     "embedding.layer": "colwise_gather_output",
     "experts.experts.*": "colwise_gather_output",
     "dropout.layer": "colwise_gather_output",
+    "heads.query": "colwise",
+    "heads.key": "colwise",
+    "heads.value": "colwise",
+    "heads.norm": "replicated_with_grad_allreduce",
+    "heads.out": "rowwise",
 }
 PARTS: dict[str, Callable[[], nn.Module]] = {"linear": Linear, **LAYERS, **PARAMETERS, **HOOKS}
 """The parts by name."""

@@ -82,6 +82,23 @@ class _Attention(Part):
         return out
 
 
+class _Heads(Part):
+    """Attention whose queries and keys are normalized head by head, by one norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.norm = nn.RMSNorm(WIDTH // 2)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        heads = (layer(hidden).unflatten(-1, (-1, WIDTH // 2)) for layer in (self.query, self.key, self.value))
+        query, key, value = (each.transpose(1, 2) for each in (self.norm(next(heads)), self.norm(next(heads)), *heads))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
 class _Dropout(Linear):
     def __init__(self) -> None:
         super().__init__()
@@ -177,6 +194,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "norm": _Norm,
     "batch_norm": _BatchNorm,
     "attention": _Attention,
+    "heads": _Heads,
     "twice": _Twice,
     "extra": Extra,
     "dropout": _Dropout,

@@ -106,7 +106,11 @@ class Oracle(PlainRun):
     @_on_all.register(ops.EditGradients)
     def _(self, operation: ops.EditGradients) -> Values:
         for parameter in self.models[operation.module].parameters():
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                continue
+            if operation.how == "infinite":
+                parameter.grad.fill_(float("inf"))
+            else:
                 parameter.grad.mul_(operation.factor)
         return {}
 
@@ -198,6 +202,24 @@ class Oracle(PlainRun):
         self._restore(self._saved)
         return self.state()
 
+    @_on_all.register(ops.Fail)
+    def _(self, operation: ops.Fail) -> Values:
+        del operation
+        return {"failed": True, **self.state()}
+
+    @_on_all.register(ops.SavePretrained)
+    def _(self, operation: ops.SavePretrained) -> Values:
+        self._fill(operation.module, self._buffers[0][operation.module])
+        weights = self.models[operation.module].state_dict()
+        self._written[operation.module] = {name: self._precision.stored(each) for name, each in weights.items()}
+        return {}
+
+    @_on_all.register(ops.LoadWeights)
+    def _(self, operation: ops.LoadWeights) -> Values:
+        self.models[operation.module].load_state_dict(self._written[operation.module])
+        self._spread(operation.module)
+        return self.state()
+
     @_on_all.register(ops.Switch)
     def _(self, operation: ops.Switch) -> Values:
         saved = self._snapshot()
@@ -240,6 +262,10 @@ class Oracle(PlainRun):
         if operation.how == "retain_graph":
             self._add(loss, retain_graph=True)
             self._add(0.5 * loss)
+        elif operation.how == "frozen":
+            self._train_top(module, False)
+            self._add(loss)
+            self._train_top(module, True)
         else:
             self._add(loss)
         return {"loss": loss.detach()}
@@ -260,7 +286,7 @@ class Oracle(PlainRun):
         model = self.models[operation.module]
         model.train(operation.how not in ("eval", "inference"))
         with _NO_GRADIENTS.get(operation.how, contextlib.nullcontext)():
-            method = "unwrapped" if operation.how == "unwrap" else "forward"
+            method = {"unwrap": "unwrapped", "method": "score"}.get(operation.how, "forward")
             output = tensors_of(self._run(operation.module, batch(operation.key, rank, 3), rank, method=method))[0]
         model.train()
         return {"output": output.detach().clone()}

@@ -65,6 +65,7 @@ class PlainRun:
         self._exchanges = exchanges_buffers
         self._strategy = program.strategy
         self._saved: Any = None
+        self._written: dict[int, dict[str, torch.Tensor]] = {}
         self._added: list[ops.AddGroup] = []
         self._build()
 
@@ -189,6 +190,11 @@ class PlainRun:
     def _add(self, loss: torch.Tensor, **keywords: Any) -> None:
         self._precision.backward(self.models, loss, len(self._ranks), **keywords)
 
+    def _train_top(self, module: int, trained: bool) -> None:
+        """Freeze the layer on top of a module, or train it again, where gradients come to."""
+        for each in (self.models[module], self._precision.working(module, self.models[module])):
+            each.head.requires_grad_(trained)
+
     def _step(self, which: int) -> Values:
         """Step an optimizer, unless the loss was multiplied by too large a factor."""
         stepped = self._fits(which)
@@ -231,12 +237,14 @@ class PlainRun:
             count.divided = True
 
     def _gradients(self, module: int) -> Values:
-        """Return the gradients as a step would take them, of what an optimizer steps."""
+        """Return the gradients as a step would take them, of what an optimizer steps; of all where none does."""
         factors: dict[torch.Tensor, float] = {}
         for spec, optimizer, count in zip(self._program.optimizers, self.optimizers, self._counts, strict=True):
             if spec.module == module:
                 factor = len(self._ranks) / count.total if count.total and not count.divided else 1.0
                 factors |= {each: factor for group in optimizer.param_groups for each in group["params"]}
+        if module not in [spec.module for spec in self._program.optimizers]:
+            factors = dict.fromkeys(self.models[module].parameters(), 1.0)
         named = self.models[module].named_parameters(remove_duplicate=False)
         return {
             name: (each.grad * factors[each]).to_dense()

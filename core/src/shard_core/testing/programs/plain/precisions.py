@@ -81,6 +81,10 @@ class PlainPrecision:
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype_named(self._table.optimizer))
 
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor in the dtype that the module itself has it in."""
+        return tensor.to(dtype_named(self._table.parameter) if tensor.is_floating_point() else tensor.dtype, copy=True)
+
     def working(self, number: int, model: Model) -> Model:
         """Return what to compute a model's forward with: itself, or a copy that has its values, buffers and flags."""
         if not self._copies:
