@@ -33,11 +33,13 @@ from shard_core.testing.suites.training.randomness import Randomness
 from shard_core.testing.suites.training.replicas import Replicas
 from shard_core.testing.suites.training.setup import Setup
 from shard_core.testing.suites.training.structure import Structure
+from shard_core.testing.suites.training.teardown import Teardown
 
 
 # Pytest runs the tests of the last base first.
 class Conformance(
     Launching,
+    Teardown,
     AsyncSave,
     Safety,
     Weights,

@@ -83,3 +83,14 @@ class RunsAnew(Rogue):
         ready = self.inner.setup_module_and_optimizers(module, optimizers)
         torch.seed()
         return ready
+
+
+class HoldsOn(Rogue):
+    """Keeps what it has set up."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        _held.append(module)
+        return self.inner.setup_module_and_optimizers(module, optimizers)
+
+
+_held: list[Any] = []

@@ -47,7 +47,7 @@ def _at(module: str, *names: str) -> dict[str, str]:
 #: Where each rogue's class stands.
 FACTORIES = {
     **_at("lifecycle", "honest", "starts_at_once", "lacks_a_member", "seeds_anew", "masks_alike", "runs_anew"),
-    **_at("lifecycle", "reseeds_alike", "shuns_a_precision"),
+    **_at("lifecycle", "reseeds_alike", "shuns_a_precision", "holds_on"),
     **_at("setup", "drops_the_optimizer", "forgets_state", "copies_optimizers", "levels_groups", "breaks_ties"),
     **_at("setup", "thaws", "forgets_buffers", "never_trains", "one_optimizer_steps"),
     **_at("setup", "refuses_by_name"),
