@@ -103,7 +103,18 @@ def _may_lack(program: Program, spec: OptimizerSpec, part: str) -> bool:
 
 
 def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, chance: random.Random) -> Program:
-    """Draw everything but the operations."""
+    """Draw everything but the operations.
+
+    Args:
+        seed: The program's.
+        strategy: The name of the strategy it begins under.
+        world_size: How many ranks.
+        card: What the strategy says of itself.
+        chance: What is drawn from.
+
+    Returns:
+        A program that only sets up.
+    """
     own_kernels = "cpu" not in card.devices
     own_masks = splits_layers(card) or own_kernels  # of a plan's styles, or of the device's own generator
     known = [part for part in PARTS if not (own_masks and part == "dropout")]
