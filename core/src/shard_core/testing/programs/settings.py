@@ -102,8 +102,8 @@ LEFT_OUT = (
     "a layer frozen between its forward and its backward where this computes activations again: torch's checkpoint "
     "says that other tensors were saved",
     "parameters assigned other data where DeepSpeed's stage 3 has them away, which nothing can see: its page says so",
-    "LBFGS, which evaluates its closure as often as the loss of one rank says; SparseAdam, which steps sparse gradients "
-    "alone; Rprop, which steps by the sign of a gradient, be it rounding",
+    "LBFGS, which evaluates its closure as often as the loss of one rank says; SparseAdam, which steps sparse "
+    "gradients alone; Rprop, which steps by the sign of a gradient, be it rounding",
     "hooks on accumulated gradients, which see each rank's own",
     "a step with gradients that were made infinite: all that follows would be no number",
     "clipping, a gradient scaler, weight decay, fused kernels and all optimizers but SGD without momentum and Adagrad "
