@@ -192,9 +192,9 @@ def _odd(
         ops.Reduce(key=key, how=chance.choice(ops.WAYS[ops.Reduce])),
         ops.Seed(seed=chance.randrange(1000)),
         ops.Save(blocking=chance.random() < 0.6),
-        *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 2,
+        *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 3,
         ops.Fail(how=chance.choice(ops.WAYS[ops.Fail])),
         ops.SavePretrained(module=number),
-        *[ops.LoadWeights(module=number)] * 2,
+        *[ops.LoadWeights(module=number)] * 4,
     ]
     return [each for each in proposals if _NEEDS.get(type(each)) in (None, *card.capabilities)]

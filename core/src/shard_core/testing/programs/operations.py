@@ -217,7 +217,7 @@ class Save:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """Load the last checkpoint, by its path or as the ``"latest"`` of its folder."""
+    """Load the last checkpoint, by its path or as the ``"latest"`` of its folder, or its ``"modules"`` alone."""
 
     how: str = "path"
 
@@ -308,7 +308,7 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
     Forward: ("train", "eval", "no_grad", "inference", "unwrap", "method"),
     EditGradients: ("multiplied", "infinite"),
     EditWeights: ("in place", "data"),
-    Load: ("path", "latest"),
+    Load: ("path", "latest", "modules"),
     Fail: ("save", "load"),
     Reduce: ("mean", "sum", "max", "gather", "dict"),
 }  # fmt: skip

@@ -37,6 +37,8 @@ class _Files:
         """Check that there is what an operation loads; optimizers have to have the groups they were saved with."""
         match operation:
             case ops.Load(how=how):
+                if how == "modules":
+                    return self._saved is not None
                 return self._saved == added and (self._newest or how == "path")
             case ops.Fail(how="load"):
                 return self._saved is not None
@@ -127,19 +129,22 @@ class Situation:
         """Check whether torch computes an operation where models are compiled, steps are fused or gradients sparse."""
         match operation:
             case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite"):
-                return "sparse" not in self._program.models[number].parts
+                known = "sparse" not in self._program.models[number].parts
             case ops.Backward(how="retain_graph"):
-                return not self._program.compiled
+                known = not self._program.compiled
             case ops.Freeze() | ops.Backward(how="frozen"):
                 mine = (spec for spec in self._program.optimizers if spec.module == number)
                 recomputed = self._recomputes and isinstance(operation, ops.Backward)
-                return not (recomputed or any(spec.fused and spec.kind in ALL_AT_ONCE for spec in mine))
+                known = not (recomputed or any(spec.fused and spec.kind in ALL_AT_ONCE for spec in mine))
+            case ops.Load(how="modules"):
+                known = not self._scaled
             case ops.EditWeights(how="data"):
-                return not self._away
+                known = not self._away
             case ops.LoadStateDict():
-                return self._program.compiled != "before"
+                known = self._program.compiled != "before"
             case _:
-                return True
+                known = True
+        return known
 
     def _adds_up(self, operation: ops.Backward) -> bool:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""

@@ -15,6 +15,8 @@ from shard_core.testing.programs.plain.precisions import input_dtype
 from shard_core.testing.programs.settings import options_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shard_core.testing.programs.operations import Operation
     from shard_core.testing.programs.program import Program
 
@@ -195,19 +197,22 @@ def _(operation: ops.Seed, *_: object) -> Lines:
 @statements.register(ops.Save)
 def _(operation: ops.Save, program: Program, number: int, *_: object) -> Lines:
     more = "" if operation.blocking else ", blocking=False"
-    return [f"saving = strategy.save_checkpoint(f'{{folder}}/saved-{number}', {_states(program)}{more})"], []
+    return [
+        f"saving = strategy.save_checkpoint(f'{{folder}}/saved-{number}', {_states(everything(program))}{more})"
+    ], []
 
 
 @statements.register(ops.Load)
 def _(operation: ops.Load, program: Program, number: int, saved: str) -> Lines:
     del number
     path = "strategy.latest_checkpoint(folder)" if operation.how == "latest" else f"f'{{folder}}/{saved}'"
-    return ["saving.wait()", f"strategy.load_checkpoint({path}, {_states(program)})"], [f"**{shown_state(program)}"]
+    names = MODULES[: len(program.models)] if operation.how == "modules" else everything(program)
+    return ["saving.wait()", f"strategy.load_checkpoint({path}, {_states(names)})"], [f"**{shown_state(program)}"]
 
 
 @statements.register(ops.Fail)
 def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
-    states, shown = _states(program), ["failed=failed", f"**{shown_state(program)}"]
+    states, shown = _states(everything(program)), ["failed=failed", f"**{shown_state(program)}"]
     if operation.how == "load":
         path, lacking = f"f'{{folder}}/{saved}'", f"{{'lacking': 3, **{states}}}"
         return ["saving.wait()", f"failed = fails(lambda: strategy.load_checkpoint({path}, {lacking}))"], shown
@@ -230,7 +235,7 @@ def _(operation: ops.LoadWeights, program: Program, *_: object) -> Lines:
 
 @statements.register(ops.Switch)
 def _(operation: ops.Switch, program: Program, number: int, *_: object) -> Lines:
-    path, states = f"f'{{folder}}/switch-{number}'", _states(program)
+    path, states = f"f'{{folder}}/switch-{number}'", _states(everything(program))
     return [
         f"strategy.save_checkpoint({path}, {states})",
         "strategy.teardown()",
@@ -349,8 +354,8 @@ def everything(program: Program) -> list[str]:
     return [*MODULES[: len(program.models)], *OPTIMIZERS[: len(program.optimizers)], *schedulers, *average]
 
 
-def _states(program: Program) -> str:
-    return "{" + ", ".join(f"{name!r}: {name}" for name in everything(program)) + "}"
+def _states(names: Sequence[str]) -> str:
+    return "{" + ", ".join(f"{name!r}: {name}" for name in names) + "}"
 
 
 def shown_state(program: Program) -> str:

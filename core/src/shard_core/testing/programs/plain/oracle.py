@@ -198,8 +198,7 @@ class Oracle(PlainRun):
 
     @_on_all.register(ops.Load)
     def _(self, operation: ops.Load) -> Values:
-        del operation
-        self._restore(self._saved)
+        self._restore(self._saved, modules_alone=operation.how == "modules")
         return self.state()
 
     @_on_all.register(ops.Fail)

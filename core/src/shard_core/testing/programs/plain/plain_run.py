@@ -265,14 +265,16 @@ class PlainRun:
         states = [each.state_dict() for each in self._holders()]
         return copy.deepcopy((states, self.generators, self._precision.factor_now()))
 
-    def _restore(self, saved: Any) -> None:
+    def _restore(self, saved: Any, *, modules_alone: bool = False) -> None:
         states, generators, factor = copy.deepcopy(saved)
-        for holder, state in zip(self._holders(), states, strict=True):
+        holders = self.models if modules_alone else self._holders()
+        for holder, state in zip(holders, states, strict=not modules_alone):
             holder.load_state_dict(state)
-        self.generators = generators
-        self._precision.restore(factor)
         for number in range(len(self.models)):
             self._spread(number)
+        if not modules_alone:
+            self.generators = generators
+            self._precision.restore(factor)
 
     def _holders(self) -> list[Any]:
         holders = [*self.models, *self.optimizers, *self._schedulers, self._average]
