@@ -135,6 +135,19 @@ def test_looks_are_copies_and_leave_no_trace() -> None:
             optimizer.zero_grad()
 
 
+def test_full_optimizer_state_is_of_its_moment() -> None:
+    with get_strategy("single", accelerator="cpu") as strategy:
+        module = nn.Linear(3, 1)
+        module, (optimizer,) = strategy.setup_module_and_optimizers(module, [torch.optim.AdamW(module.parameters())])
+        for _ in range(2):
+            strategy.backward(loss_of(strategy, module), module)
+            strategy.optimizer_step(optimizer)
+            shown = strategy.optimizer_state_dict(optimizer)["state"]["weight"]
+            before = {slot: value.clone() for slot, value in shown.items()}
+        strategy.optimizer_step(optimizer)
+        assert {slot: torch.equal(value, before[slot]) for slot, value in shown.items()} == dict.fromkeys(before, True)
+
+
 def test_denominators_of_nothing() -> None:
     with get_strategy("single", accelerator="cpu") as strategy:
         module, optimizer = build(strategy)

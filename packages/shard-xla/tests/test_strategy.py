@@ -275,6 +275,21 @@ def test_a_look_at_the_norm_computes_nothing_twice(worlds: Any, environment: Any
 
 
 def set_up_on_the_device() -> None:
+def devices_of_counters(full: bool) -> set[str]:
+    """Step ASGD, which counts on the parameter's device."""
+    with get_strategy(**options()) as strategy:
+        model, optimizer = set_up(strategy, "plain", lambda module: torch.optim.ASGD(module.parameters(), lr=0.1))
+        strategy.backward(model(*models.share_of(strategy, models.batches("plain", 1, 12)[0])), model)
+        strategy.optimizer_step(optimizer)
+        slots = strategy.optimizer_state_dict(optimizer, full=full)["state"].values()
+        return {value.device.type for values in slots for value in values.values()}
+
+
+def test_full_optimizer_state_is_in_host_memory(worlds: Any) -> None:
+    assert worlds(1, HASTY).run(devices_of_counters, True) == [{"cpu"}]
+    assert worlds(1, HASTY).run(devices_of_counters, False) == [{"cpu", "xla"}]
+
+
     with get_strategy(**options()) as strategy:
         model = models.make("gpt").to(strategy.root_device)
         strategy.setup_module(model)

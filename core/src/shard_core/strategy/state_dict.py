@@ -115,7 +115,9 @@ class StrategyStateDict(StrategyCollectives):
         if full and not self.is_global_zero:
             return {}
         for name, scalars in record.scalars.items():
-            slots.setdefault(name, {}).update(scalars)
+            slots.setdefault(name, {}).update(
+                {slot: _on_host(value) for slot, value in scalars.items()} if full else scalars
+            )
         return {"state": slots, "param_groups": [dict(group) for group in record.groups]}
 
     def full_parameters(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,6 +151,11 @@ class _Gradients(torch.optim.Optimizer):
             if gradient is None:
                 gradient = torch.zeros_like(parameter.detach())
             self.state[parameter][_SLOT] = gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _on_host(value: Any) -> Any:
+    """Return a copy in host memory, where some optimizers count on the device; what is no tensor as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _local_tensors(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
