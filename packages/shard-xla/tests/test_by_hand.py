@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,40 @@ def weights_looked_at(story: Story) -> None:
     story.train()
 
 
+def left_out_of_the_last_micro_batch(story: Story) -> None:
+    """Use a unit, and a parameter of the root's, in micro-batches before the last, and in all of them again."""
+    for skips, freezes in ((True, False), (False, False), (True, True)):
+        with story.strategy.no_backward_sync(story.model):
+            story.backward(story.loss())
+            story.net.skips = skips
+            story.backward(story.loss())
+        story.backward(story.loss())
+        story.net.skips = False
+        story.step()
+        story.net.first.bias.requires_grad_(not freezes)
+    story.train()
+
+
+def hooks_on_gradients(story: Story) -> None:
+    """Change gradients by hooks from before setup, in all micro-batches, and until they are removed."""
+    story.train()
+    with story.strategy.no_backward_sync(story.model):
+        story.backward(story.loss())
+    story.train()
+    story.net.hooked[0].remove()
+    story.net.first.bias.requires_grad_(True)
+    story.train(2)
+
+
+def hook_some(net: Net) -> Any:
+    """Register hooks on parameters, one of them frozen for now."""
+    parameters = [net.first.weight, net.first.weight, net.block.linear.weight, net.first.bias]
+    net.hooked = [each.register_hook(functools.partial(torch.mul, 0.5 + n)) for n, each in enumerate(parameters)]
+    net.head.weight.register_hook(lambda _: None)
+    net.first.bias.requires_grad_(False)
+    return net.parameters()
+
+
 STORIES: dict[str, tuple[Callable[[Story], None], Any]] = {
     "freezing": (freezing, Net.parameters),
     "freezing_all_of_the_root": (freezing_all_of_the_root, Net.parameters),
@@ -145,6 +180,8 @@ STORIES: dict[str, tuple[Callable[[Story], None], Any]] = {
     "weights_loaded": (weights_loaded, Net.parameters),
     "past_the_wrapper": (past_the_wrapper, Net.parameters),
     "weights_looked_at": (weights_looked_at, Net.parameters),
+    "left_out_of_the_last_micro_batch": (left_out_of_the_last_micro_batch, Net.parameters),
+    "hooks_on_gradients": (hooks_on_gradients, hook_some),
 }
 
 

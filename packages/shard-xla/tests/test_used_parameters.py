@@ -25,27 +25,37 @@ class Either(nn.Module):
         return getattr(self, side)(x).square().mean()
 
 
-def each_its_own(sides: tuple[str, str], units: set[type[nn.Module]] | None) -> str:
+def each_its_own(sides: tuple[str, str], units: set[type[nn.Module]] | None, deferred: bool) -> str:
     with get_strategy("xla_fsdp", accelerator="xla", auto_wrap_policy=units) as strategy:
         model = strategy.setup_module(Either())
         inputs = strategy.batch_to_device(torch.ones(2, 4))
-        loss = model(inputs, sides[strategy.global_rank])
+        side = sides[strategy.global_rank]
+        if deferred:
+            with strategy.no_backward_sync(model):
+                strategy.backward(model(inputs, side), model)
+            side = "wide"
         try:
-            strategy.backward(loss, model)
+            strategy.backward(model(inputs, side), model)
         except SetupError as error:
             return str(error)
         return "gradients are mixed up, and nobody says so"
 
 
 @pytest.mark.parametrize(
-    ("sides", "units"),
-    [(("left", "right"), None), (("left", "right"), {nn.Linear}), (("left", "wide"), None)],
-    ids=["alike", "units alike", "of other sizes"],
+    ("sides", "units", "deferred"),
+    [
+        (("left", "right"), None, False),
+        (("left", "right"), {nn.Linear}, False),
+        (("left", "wide"), None, False),
+        (("left", "right"), None, True),
+        (("left", "right"), {nn.Linear}, True),
+    ],
+    ids=["alike", "units alike", "of other sizes", "before the last", "units before the last"],
 )
 def test_what_would_be_mixed_up_is_refused(
-    worlds: Any, sides: tuple[str, str], units: set[type[nn.Module]] | None
+    worlds: Any, sides: tuple[str, str], units: set[type[nn.Module]] | None, deferred: bool
 ) -> None:
-    for refusal in worlds(2, HASTY).run(each_its_own, sides, units):
+    for refusal in worlds(2, HASTY).run(each_its_own, sides, units, deferred):
         assert re.match(
             r"the loss of rank \d has used '\w+\.(weight|bias)' and those of other ranks have not;", refusal
         )

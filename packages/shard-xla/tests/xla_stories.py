@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ class Net(nn.Module):
         self.block = Block()
         self.head = nn.Linear(6, 3)
         self.skips = False
+        self.hooked: list[Any] = []
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         hidden = self.first(inputs)
@@ -48,6 +50,9 @@ class Plain:
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         return module
+
+    def no_backward_sync(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, module: nn.Module, **kwargs: Any) -> None:
         loss.backward(**kwargs)

@@ -42,8 +42,12 @@ twice, and in any order with others.
 ``XlaFullyShardedDataParallel._fsdp_wrapped_module`` and ``SpmdFullyShardedDataParallel._orig_module``: parts of names
 in the state dict of a module with units. Checked on torch_xla 2.9.0. They can go when it has the module's own names.
 
+``XlaFullyShardedDataParallel._post_backward_hook``: sends a parameter's gradient. Upstream calls it for what a backward
+has reached, and what earlier ones have left on the rank waits for good if the last does not reach it. Checked on
+torch_xla 2.9.0. It can go when the end of ``no_sync`` sends all gradients.
+
 ``torch.Tensor._version``, ``_backward_hooks`` and ``_post_accumulate_grad_hooks``: whether a tensor was changed in
-place, and whether it has hooks. Checked on torch 2.9.0. They can go when there are public names for them.
+place, and which hooks it has. Checked on torch 2.9.0. They can go when there are public names for them.
 
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls layers again from
 there. Checked on torch 2.9.0. It can go when torch shows it in public.
@@ -58,8 +62,9 @@ registers shards where parameters were.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -168,6 +173,36 @@ def changes_of(tensor: torch.Tensor) -> int:
 def hooks_of(tensor: torch.Tensor) -> int:
     """Count the hooks on a tensor's gradient."""
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
+def move_hooks(parameter: torch.Tensor, to: torch.Tensor) -> None:
+    """Have another tensor's gradient go through the hooks of a parameter; what removes one from there still does."""
+    hooks = parameter._backward_hooks
+    if not hooks:
+        return
+    parameter._backward_hooks = None
+    trained = to.requires_grad
+    to.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
+    to.register_hook(functools.partial(_through, hooks))
+    to.requires_grad_(trained)
+
+
+def _through(hooks: Mapping[int, Callable[[torch.Tensor], torch.Tensor | None]], gradient: torch.Tensor) -> Any:
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def send_gradients(unit: Any, wholes: Sequence[torch.Tensor]) -> None:
+    """Send gradients of a unit that wait on their rank, after a backward; every rank calls this with the same."""
+    from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
+
+    before, unit.training_state = unit.training_state, TrainingState.BACKWARD_POST
+    for whole in wholes:
+        unit._post_backward_hook(whole)
+    unit.reduce_scatter_op.flush()
+    unit.training_state = before
 
 
 def forget_full_parameters(unit: Any) -> None:

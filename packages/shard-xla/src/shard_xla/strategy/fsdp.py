@@ -102,6 +102,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         hooks = FullParameterHooks(root, {id(tensors.places[name].tensor): name for name in tensors.places})
         hooks.check_messages(functools.partial(check_used_alike, collectives=self.collectives))
         self._sharded[module] = _Sharded(tensors, weakref.ref(hooks))
+        hooks.take_users_hooks(names)
         call_through(module, root)
         take_own_names(module)
         take_whole_values(module, tensors, self.global_rank)

@@ -42,6 +42,11 @@ class FullParameter:
         """Whether the backward that runs, or ran last, has made a gradient for it on this rank."""
         return self._reach.came
 
+    @property
+    def waits(self) -> bool:
+        """Whether a gradient is kept on this rank, to be sent by a later backward."""
+        return self.full.grad is not None
+
     def begin_backward(self) -> None:
         """Forget what the backward before has reached."""
         self._reach.came = False
@@ -77,7 +82,7 @@ class FullParameter:
             )
         if self._flag_is_known():
             return
-        if self.full.grad is not None:
+        if self.waits:
             raise SetupError(
                 f"requires_grad of parameter {self.name!r} was changed while its gradient waits for the end of "
                 "no_backward_sync(); change it between steps."
@@ -108,7 +113,7 @@ class FullParameter:
     @property
     def touched(self) -> bool:
         """Whether what is kept was thrown away or changed: only what the shard shows was."""
-        if self.full.grad is None or self._shown is None:
+        if not self.waits or self._shown is None:
             return False
         gradient, changes = self._shown
         return self.shard.grad is not gradient or _versions.changes_of(gradient) != changes

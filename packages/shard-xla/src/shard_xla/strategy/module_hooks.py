@@ -20,6 +20,8 @@ from shard_xla.strategy.units import units_of
 if TYPE_CHECKING:
     from torch import nn
 
+    from shard_core.backend import ParameterNames
+
 
 class FullParameterHooks:
     """Watches a sharded module's forwards and backwards for what users did by hand before them.
@@ -52,6 +54,16 @@ class FullParameterHooks:
         root.register_forward_pre_hook(self._before_forward)
         root.register_forward_hook(self._after_forward)
 
+    def take_users_hooks(self, names: ParameterNames) -> None:
+        """Have the gradients that whole parameters get go through hooks that users put on them before setup.
+
+        Args:
+            names: The parameters of before.
+        """
+        wholes = {each.name: each.full for each in self._parameters}
+        for parameter in names.parameters():
+            _versions.move_hooks(parameter, wholes[names.of(parameter)])
+
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
         """Keep whole parameters and whole gradients from one micro-batch to the next inside."""
@@ -69,8 +81,10 @@ class FullParameterHooks:
             parameter.begin_backward()
 
     def used(self) -> list[tuple[str, bool]]:
-        """List the parameters by name, and whether the backward has made a gradient for each, to be sent."""
-        return [] if self._deferring else _used(self._parameters)
+        """List the parameters by name, and whether this backward or earlier ones have left a gradient to be sent."""
+        if self._deferring:
+            return []
+        return [*_used(self._parameters), *((each.name, self._prepared and each.waits) for each in self._parameters)]
 
     def check_messages(self, check: Callable[[list[tuple[str, bool]]], None]) -> None:
         """Have ranks compare what their losses have used of a unit before they send its gradients in one message.
@@ -83,20 +97,14 @@ class FullParameterHooks:
                 unit.reduce_scatter_op.check = functools.partial(_check, check, own)
 
     def end_backward(self) -> None:
-        """Check that gradients are where the next call looks for them.
-
-        Raises:
-            SetupError: If one was kept on this rank and not sent by the backward that ends the keeping.
-        """
-        kept = [parameter for parameter in self._parameters if parameter.full.grad is not None]
-        if self._deferring:
-            for parameter in kept:
-                parameter.show_gradient()
-        elif kept and self._prepared:
-            raise SetupError(
-                f"parameter {kept[0].name!r} got a gradient in a micro-batch inside no_backward_sync(), but none in "
-                "the last one, which sends them; leave no_backward_sync() out."
-            )
+        """Show that gradients are kept on this rank, or send those that this backward, the last, has not reached."""
+        for unit, own in zip(self._units, self._of_units, strict=True):
+            kept = [parameter for parameter in own if parameter.waits]
+            if self._deferring:
+                for parameter in kept:
+                    parameter.show_gradient()
+            elif kept and self._prepared:
+                _versions.send_gradients(unit, [parameter.full for parameter in kept])
 
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient is still kept on this rank of what an optimizer steps.
@@ -108,7 +116,7 @@ class FullParameterHooks:
             SetupError: If the last backward outside of what keeps them came past this module.
         """
         held = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
-        kept = [each.name for each in self._parameters if each.full.grad is not None and id(each.shard) in held]
+        kept = [each.name for each in self._parameters if each.waits and id(each.shard) in held]
         if kept:
             raise SetupError(
                 f"the gradient of parameter {kept[0]!r} has waited on its rank since a backward inside "

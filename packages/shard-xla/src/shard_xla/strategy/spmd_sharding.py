@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from shard_xla._versions import move_hooks
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -29,7 +31,7 @@ def make_mesh() -> Any:
 
 
 def to_device(module: nn.Module, device: torch.device) -> None:
-    """Move a module's tensors; tied ones stay tied, which ``Module.to`` does not see to on this device.
+    """Move a module's tensors, with their hooks; tied ones stay tied, as by ``Module.to`` they do not on this device.
 
     Args:
         module: In host memory.
@@ -40,6 +42,7 @@ def to_device(module: nn.Module, device: torch.device) -> None:
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in moved:
                 there = torch.nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+                move_hooks(parameter, there)
                 moved[id(parameter)] = there
             setattr(part, name, moved[id(parameter)])
         for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
