@@ -13,7 +13,7 @@ from shard_core.plugins import options_of
 from shard_xla.config import XLAFSDPConfig, XLASPMDConfig
 
 
-def test_all_of_upstreams_keywords_are_declared_with_its_defaults() -> None:
+def test_all_of_upstreams_keywords_are_declared_with_its_defaults_but_for_rows() -> None:
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
     upstream = inspect.signature(XlaFullyShardedDataParallel.__init__).parameters
@@ -21,7 +21,7 @@ def test_all_of_upstreams_keywords_are_declared_with_its_defaults() -> None:
         name: each.default for name, each in upstream.items() if name not in ("self", "module") and name[0] != "_"
     }
     ours = {option.name: option.default for option in options_of(XLAFSDPConfig)}
-    assert {name: ours.get(name, "missing") for name in theirs} == theirs
+    assert {name: ours.get(name, "missing") for name in theirs} == {**theirs, "shard_param_on_dim_0": True}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_is_not_there_yet_says_so(options: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"coalesce_all_gather_ops": True}, "shard_param_on_dim_0=True"),
+        ({"coalesce_all_gather_ops": True, "shard_param_on_dim_0": False}, "shard_param_on_dim_0=True"),
         ({"auto_wrap_policy": {"Block"}}, "module classes"),
         ({"auto_wrap_policy": nn.Linear}, "a set of module classes"),
         ({"activation_checkpointing_policy": nn.Linear}, "a set of module classes"),

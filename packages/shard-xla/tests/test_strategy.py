@@ -139,7 +139,7 @@ def test_a_class_that_the_model_lacks_is_an_error(worlds: Any, name: str, option
 
 
 def with_a_scalar() -> nn.Module:
-    """Make one of three units hold a parameter without dims, which cannot be split by rows."""
+    """Make one of three units hold a parameter without dims."""
     model = Blocks()
     model.blocks[1].scale = nn.Parameter(torch.tensor(0.5))
     return model
@@ -148,7 +148,8 @@ def with_a_scalar() -> nn.Module:
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"shard_param_on_dim_0": True, "coalesce_all_gather_ops": True},
+        {"coalesce_all_gather_ops": True},
+        {"shard_param_on_dim_0": False},
         {"reshard_after_forward": False, "disable_reshard_on_root": False, "reduce_scatter_bucket_size_mb": 1},
         {"sync_on_finalization": True, "execute_sharding_on_init": False, "optimization_barrier_in_backward": False},
     ],
@@ -274,7 +275,6 @@ def test_a_look_at_the_norm_computes_nothing_twice(worlds: Any, environment: Any
     assert without < clipping < 1.7 * without  # above 2 if forward and backward ran again
 
 
-def set_up_on_the_device() -> None:
 def devices_of_counters(full: bool) -> set[str]:
     """Step ASGD, which counts on the parameter's device."""
     with get_strategy(**options()) as strategy:
@@ -290,6 +290,7 @@ def test_full_optimizer_state_is_in_host_memory(worlds: Any) -> None:
     assert worlds(1, HASTY).run(devices_of_counters, False) == [{"cpu", "xla"}]
 
 
+def set_up_on_the_device() -> None:
     with get_strategy(**options()) as strategy:
         model = models.make("gpt").to(strategy.root_device)
         strategy.setup_module(model)

@@ -15,6 +15,11 @@ be. Checked on torch_xla 2.9.0. It can go when ``coalesce_all_gather_ops`` works
 ``_replace_xla_tensor``, after which ``detach`` takes the strides of before, until somebody has asked for the shape.
 Checked on torch_xla 2.9.0. It can go when ``detach`` asks for it.
 
+``XlaFullyShardedDataParallel._flatten_and_pad_to_world_size`` and ``_get_shard``, which ``strategy/unit.py`` overrides
+as well as ``_rebuild_full_params`` and ``_post_backward_hook``, ``_orig_size`` of shards, ``_sharded_param`` of each of
+``full_params``, and ``torch_xla._XLAC._replace_xla_tensor``: a parameter without dims cannot be split by rows
+otherwise. Checked on torch_xla 2.9.0. They can go when upstream takes it to be one row.
+
 ``XlaFullyShardedDataParallel._wait_for_post_backward``, which ``strategy/unit.py`` overrides, and ``training_state``: a
 unit of whose own parameters a loss has reached none, as a root whose layers are units, would end in a ValueError.
 Checked on torch_xla 2.9.0. It can go when such a unit's backward ends.
@@ -173,6 +178,15 @@ def changes_of(tensor: torch.Tensor) -> int:
 def hooks_of(tensor: torch.Tensor) -> int:
     """Count the hooks on a tensor's gradient."""
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
+def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Make a tensor's value another one, perhaps of another shape, unseen by autograd, as upstream does."""
+    import torch
+    import torch_xla
+
+    with torch.autograd._unsafe_preserve_version_counter(tensor):
+        torch_xla._XLAC._replace_xla_tensor(tensor, value)
 
 
 def move_hooks(parameter: torch.Tensor, to: torch.Tensor) -> None:

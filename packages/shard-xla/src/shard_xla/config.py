@@ -65,7 +65,7 @@ class XLAFSDPConfig:
     sharding_groups: Any = option(None, "ranks that shard together, as lists (not yet: all do)")
     sharding_rank: int | None = option(None, "this process's place in its sharding group (not yet)")
     sharding_world_size: int | None = option(None, "how many ranks a sharding group has (not yet)")
-    shard_param_on_dim_0: bool = option(False, "split parameters by rows instead of by elements")
+    shard_param_on_dim_0: bool = option(True, "split parameters by rows, which shows their dims, not by elements")
     pin_layout_in_collective_ops: bool = option(True, "pin layouts in XLA's own collectives (not yet)")
     reduce_scatter_bucket_size_mb: int = option(0, "how many MiB of gradients share a message; 0 for all of a unit's")
     coalesce_all_gather_ops: bool = option(False, "gather a unit's parameters in one message, if split by rows")
@@ -90,7 +90,7 @@ class XLAFSDPConfig:
         if self.coalesce_all_gather_ops and not self.shard_param_on_dim_0:
             raise InvalidOption(
                 "coalesce_all_gather_ops=True loses the values of parameters that are not split by rows, an error of "
-                "torch_xla; pass shard_param_on_dim_0=True beside it, or leave it False."
+                "torch_xla; leave shard_param_on_dim_0=True, or coalesce_all_gather_ops=False."
             )
 
 

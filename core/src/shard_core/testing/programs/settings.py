@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "state_dict_type": ("'full'",),
     "save_distributed_checkpoint": ("False",),
     "activation_checkpointing_policy": ("{torch.nn.Linear}",),
-    "shard_param_on_dim_0": ("True",),
+    "shard_param_on_dim_0": ("True", "False"),
     "disable_reshard_on_root": ("False",),
     "tensor_parallel_size": ("2",),
 }

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +65,7 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
         "sharding_rank": rank,
         "sharding_world_size": world_size,
     }
-    wrap = functools.partial(_wrapped, keywords)
+    wrap = functools.partial(unit_class(), **keywords)
     policy = wrap_policy(module, config)
     if policy is not None:
         recursive_wrap(
@@ -76,7 +76,7 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
             ignored_params=set(),
             only_wrap_children=True,
         )
-    root = wrap(module)
+    root: nn.Module = wrap(module)
     _refuse_units_inside(module, config)
     for unit in units_of(root):
         # A rank alone has nobody to talk to: through the host its step would be split into pieces for nothing.
@@ -90,16 +90,6 @@ def shard(module: nn.Module, config: XLAFSDPConfig, *, rank: int, world_size: in
             )
         register_in_place(unit)
     return root
-
-
-def _wrapped(keywords: Mapping[str, Any], module: nn.Module) -> nn.Module:
-    """Make a unit; one that holds a parameter without dims is split by elements, whatever the options say."""
-    by_rows = keywords["shard_param_on_dim_0"]
-    if by_rows and not all(parameter.dim() for parameter in module.parameters()):
-        log.info("a %s holds a parameter without dims: it is split by elements", type(module).__name__)
-        by_rows = False
-    unit: nn.Module = unit_class()(module, **{**keywords, "shard_param_on_dim_0": by_rows})
-    return unit
 
 
 def units_of(root: nn.Module) -> Iterator[Any]:
