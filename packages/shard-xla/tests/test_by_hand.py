@@ -149,6 +149,20 @@ def left_out_of_the_last_micro_batch(story: Story) -> None:
     story.train()
 
 
+def freezing_between_micro_batches(story: Story) -> None:
+    """Freeze and unfreeze a unit and a parameter of the root's whose gradients wait, before the last micro-batch."""
+    for trained in (False, True, False):
+        with story.strategy.no_backward_sync(story.model):
+            story.backward(story.loss())
+            story.net.block.requires_grad_(trained)
+            story.backward(story.loss())
+        story.net.first.weight.requires_grad_(trained)
+        story.backward(story.loss())
+        story.step()
+    story.net.requires_grad_(True)
+    story.train()
+
+
 def hooks_on_gradients(story: Story) -> None:
     """Change gradients by hooks from before setup, in all micro-batches, and until they are removed."""
     story.train()
@@ -181,6 +195,7 @@ STORIES: dict[str, tuple[Callable[[Story], None], Any]] = {
     "past_the_wrapper": (past_the_wrapper, Net.parameters),
     "weights_looked_at": (weights_looked_at, Net.parameters),
     "left_out_of_the_last_micro_batch": (left_out_of_the_last_micro_batch, Net.parameters),
+    "freezing_between_micro_batches": (freezing_between_micro_batches, Net.parameters),
     "hooks_on_gradients": (hooks_on_gradients, hook_some),
 }
 

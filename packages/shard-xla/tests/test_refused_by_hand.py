@@ -63,14 +63,6 @@ def freezing_before_the_backward(strategy: Any) -> None:
     story.backward(loss)
 
 
-def freezing_between_micro_batches(strategy: Any) -> None:
-    story = Story(strategy, sgd)
-    with strategy.no_backward_sync(story.model):
-        story.backward(story.loss())
-    story.net.head.requires_grad_(False)
-    story.train()
-
-
 def zeroing_between_micro_batches(strategy: Any) -> None:
     story = Story(strategy, sgd)
     with strategy.no_backward_sync(story.model):
@@ -115,7 +107,6 @@ SHARDS: dict[Any, str] = {
     penalty_outside: "the loss was computed from this rank's shard of parameter",
     value_of_an_attribute: "parameter 'head.bias' was changed in place through its module's attribute",
     freezing_before_the_backward: "was changed between a forward and its backward",
-    freezing_between_micro_batches: "while its gradient waits for the end of no_backward_sync()",
     zeroing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
     replacing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
     past_another_module_in_the_last_micro_batch: "the last backward outside did not come through its module",

@@ -72,8 +72,10 @@ class FullParameter:
     def follow_flag(self) -> None:
         """Freeze or unfreeze what computes; the user may have reached for the shard or for the whole parameter.
 
+        Gradients that are kept on this rank stay, as those of what was frozen do in plain PyTorch.
+
         Raises:
-            SetupError: If gradients that are kept on this rank would be lost, or if a hook would never run.
+            SetupError: If a hook would never run.
         """
         if _versions.hooks_of(self.shard) != self._hooks:
             raise SetupError(
@@ -82,11 +84,6 @@ class FullParameter:
             )
         if self._flag_is_known():
             return
-        if self.waits:
-            raise SetupError(
-                f"requires_grad of parameter {self.name!r} was changed while its gradient waits for the end of "
-                "no_backward_sync(); change it between steps."
-            )
         self._trains = not self._trains
         self.shard.requires_grad_(self._trains)
         self.full.requires_grad_(self._trains)

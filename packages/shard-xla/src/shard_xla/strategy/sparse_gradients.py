@@ -55,8 +55,8 @@ class FormerlySparse:
                         raise SetupError(
                             f"the embedding of {weights[id(parameter)]!r} was made with sparse=True, and XLA computes "
                             f"gradients with all rows, which this {type(optimizer).__name__} is not known to step as "
-                            "it would sparse ones; take SGD or Adagrad without weight decay, or make the embedding "
-                            "without sparse=True."
+                            "it would sparse ones; take SGD or Adagrad without weight decay (Adagrad with eps above "
+                            "0), or make the embedding without sparse=True."
                         )
 
 
