@@ -5,17 +5,18 @@ from __future__ import annotations
 import ast
 
 import mutants
+import mutation
 import pytest
 
 
 def test_draws_are_the_seeds_and_larger_ones_begin_alike():
-    assert mutants.drawn(40, 1) == mutants.drawn(60, 1)[:40]
-    assert mutants.drawn(40, 1) != mutants.drawn(40, 2)
+    assert mutation.drawn(40, 1) == mutation.drawn(60, 1)[:40]
+    assert mutation.drawn(40, 1) != mutation.drawn(40, 2)
 
 
 def test_mutants_parse_and_change_something():
-    for mutant in mutants.drawn(100, 1):
-        assert ast.dump(ast.parse(mutant.applied())) != ast.dump(ast.parse((mutants.ROOT / mutant.file).read_text()))
+    for mutant in mutation.drawn(100, 1):
+        assert ast.dump(ast.parse(mutant.applied())) != ast.dump(ast.parse((mutation.ROOT / mutant.file).read_text()))
 
 
 SOURCE = '''
@@ -35,15 +36,15 @@ def _check_sizes(a):
 
 
 def test_files_that_are_left_out_are_there():
-    for file in mutants.ELSEWHERE:
-        assert any(file.startswith(place) for place in mutants.TARGETS)
-        assert (mutants.ROOT / file).exists()
+    for file in mutation.ELSEWHERE:
+        assert any(file.startswith(place) for place in mutation.TARGETS)
+        assert (mutation.ROOT / file).exists()
 
 
 def test_what_says_is_left_alone(monkeypatch, tmp_path):
-    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    monkeypatch.setattr(mutation, "ROOT", tmp_path)
     (tmp_path / "a.py").write_text(SOURCE)
-    found = {(each.operator, each.text) for each in mutants.mutants_of(tmp_path / "a.py")}
+    found = {(each.operator, each.text) for each in mutation.mutants_of(tmp_path / "a.py")}
     assert found == {
         *(("arithmetic", "(3 - 4)"), ("constant", "4"), ("constant", "5"), ("comparison", "(a <= 9)")),
         *(("constant", "10"), ("returns None", "return None"), ("arithmetic", "(a - 10)"), ("constant", "11")),
@@ -53,8 +54,8 @@ def test_what_says_is_left_alone(monkeypatch, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_programs_notice_a_norm_that_is_not_clipped(tmp_path):
-    file = mutants.ROOT / "core/src/shard_core/strategy/step.py"
-    deleted = [each for each in mutants.mutants_of(file) if each.operator == "deleted"]
+    file = mutation.ROOT / "core/src/shard_core/strategy/step.py"
+    deleted = [each for each in mutation.mutants_of(file) if each.operator == "deleted"]
     mutant = next(each for each in deleted if "clip_norm(" in each.diff())
     known = mutants.originals(tmp_path / "originals.json", 12)
     line = mutants.judged(mutant, known, programs=20)
