@@ -22,12 +22,15 @@ from mutated_ranks import MutatedWorld, TracedWorld
 from mutation import ROOT, TARGETS, Mutant, drawn
 
 from shard_core import plugins
+from shard_core.testing.processes.world import World
 from shard_core.testing.programs import Judgement, Program, draw, judge
 from shard_core.testing.programs.campaign import others_of, quiet
 from shard_core.testing.programs.kept import kept_programs
 
 _REFUSED_AT_LEAST = 8
 """How many programs more than the original's must be refused for a mutant to count as one that refuses."""
+_FRESH = 10_000
+"""The seed of the first program that is not run on the original before."""
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -86,9 +89,8 @@ def originals(file: Path, count: int) -> list[Original]:
     return found
 
 
-def judged(mutant: Mutant, known: list[Original], programs: int) -> dict:
-    """Judge a mutant by programs that reach its statement; return its line of the ledger."""
-    reaching = in_turn([each for each in known if reaches(each, mutant)])[:programs]
+def judged(mutant: Mutant, reaching: list[Original]) -> dict:
+    """Judge a mutant by some programs; return its line of the ledger."""
     record = dataclasses.asdict(mutant)
     worlds: dict[int, MutatedWorld] = {}
     refused: list[str] = []
@@ -102,6 +104,8 @@ def judged(mutant: Mutant, known: list[Original], programs: int) -> dict:
         for count, each in enumerate(reaching, 1):
             program = each.program()
             judgement = judge(program, mutated)
+            if judgement.verdict == "equal" or not _is_right(each, program):
+                continue
             if judgement.verdict == "defect" and _holds(judgement, program, mutated):
                 by = f"{each.strategy} {each.origin}: {judgement.symptom}"
                 return {**record, "verdict": "found", "by": by, "programs": count}
@@ -115,6 +119,27 @@ def judged(mutant: Mutant, known: list[Original], programs: int) -> dict:
     return {**record, "verdict": "survived" if reaching else "not reached", "by": "", "programs": len(reaching)}
 
 
+def _is_right(original: Original, program: Program) -> bool:
+    """Check that a program runs well on the original, where that is not known."""
+    return bool(original.lines) or judge(program, _original_world).verdict == "equal"
+
+
+@functools.cache
+def _original_world(size: int) -> World:
+    return World(size, _HIDDEN)
+
+
+def fresh(mutant: Mutant, count: int) -> list[Original]:
+    """List programs that nobody has run, whether they reach a mutant's statement or not."""
+    names = itertools.cycle(_judges(mutant))
+    return [Original(strategy=next(names), origin=f"seed {_FRESH + n}", seconds=0.0, lines={}) for n in range(count)]
+
+
+def _judges(mutant: Mutant) -> tuple[str, ...]:
+    """Return the strategies whose programs judge a mutant."""
+    return next(names for place, names in TARGETS.items() if mutant.file.startswith(place))
+
+
 def _holds(judgement: Judgement, program: Program, worlds: Callable[[int], MutatedWorld]) -> bool:
     """Judge what hung once more: on a busy machine it may have been slow."""
     return judgement.symptom != "hang" or judge(program, worlds).verdict == "defect"
@@ -124,8 +149,7 @@ def reaches(original: Original, mutant: Mutant) -> bool:
     """Check whether a program reaches a mutant's statement; what stands outside functions is reached by importing."""
     first, last, inside = _statement(mutant)
     lines = original.lines.get(mutant.file, [])
-    strategies = next(names for place, names in TARGETS.items() if mutant.file.startswith(place))
-    return original.strategy in strategies and (not inside or any(first <= line <= last for line in lines))
+    return original.strategy in _judges(mutant) and (not inside or any(first <= line <= last for line in lines))
 
 
 def _statement(mutant: Mutant) -> tuple[int, int, bool]:
@@ -199,6 +223,7 @@ def main() -> None:
     parser.add_argument(
         "--lane", default="1/1", help="judge every second of them, say, from the first: 1/2; each lane has its ledger"
     )
+    parser.add_argument("--fresh", type=int, default=0, help="with --again: by so many programs more, of other seeds")
     parser.add_argument("--again", action="store_true", help="judge survivors and what was not reached again")
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
@@ -212,7 +237,8 @@ def main() -> None:
             open_still = given.again and judgements.get(key, {}).get("verdict") in ("survived", "not reached")
             if (key in judgements and not open_still) or time.monotonic() >= end:
                 continue
-            judgements[key] = judged(mutant, known, given.programs)
+            reaching = in_turn([each for each in known if reaches(each, mutant)])[: given.programs]
+            judgements[key] = judged(mutant, fresh(mutant, given.fresh) if given.again and given.fresh else reaching)
             ledger.write(json.dumps(judgements[key]) + "\n")
             ledger.flush()
     keys = [_key(dataclasses.asdict(each)) for each in chosen]

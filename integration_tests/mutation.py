@@ -154,7 +154,9 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "constant", str(not value)
         case ast.Constant(value=int() | float() as value):
             yield "constant", str(value + 1)
-        case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign() | ast.Delete():
+        case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign():
+            yield "deleted", "pass"
+        case ast.Delete(targets=[ast.Attribute() | ast.Subscript()]):  # what has but a name was not needed
             yield "deleted", "pass"
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
             yield "deleted", "pass"

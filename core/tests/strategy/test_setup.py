@@ -163,6 +163,16 @@ def test_sparse_gradients_are_refused_by_name_where_an_engine_sends_none(late: b
                 strategy.setup_module_and_optimizers(module, [optimizer])
 
 
+def test_sparse_gradients_are_refused_where_no_optimizer_steps_them() -> None:
+    module = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
+    with Dense(accelerator="cpu") as strategy:
+        module = strategy.setup_module(module)
+        with torch.no_grad():
+            module(torch.tensor([1]))
+        with pytest.raises(SetupError, match=r"the gradient of '0.weight' is sparse, .* make its embedding without"):
+            strategy.backward(module(torch.tensor([1])).sum(), module)
+
+
 def test_a_frozen_embedding_may_be_sparse() -> None:
     module = nn.Sequential(nn.Embedding(3, 2, sparse=True).requires_grad_(False), nn.Linear(2, 1))
     with Dense(accelerator="cpu") as strategy:

@@ -42,6 +42,7 @@ class SetUpModule:
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.
+        sparse: Whether it has embeddings that were made with ``sparse=True``.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
         last_inside: Whether the last backward, of whichever module, stood inside, so that no step may follow, whatever
             the engine deferred.
@@ -61,6 +62,7 @@ class SetUpModule:
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
+    sparse: bool = False
     inside_no_sync: bool = False
     last_inside: bool = False
 

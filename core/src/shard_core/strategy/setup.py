@@ -243,6 +243,7 @@ class StrategySetup(StrategyLifecycle):
             ],
             untrained=untrained,
             frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
+            sparse=bool(sparse_parameters(module)),
         )
         for owner in dict.fromkeys((module, called)):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))

@@ -100,6 +100,9 @@ class StrategyStep(StrategySetup):
                     f"{name!r} was frozen at setup and no longer is; save a checkpoint and load it into a module that "
                     "is set up with it unfrozen",
                 )
+        for each in self._registry:  # that no optimizer steps, which setup takes: it may have been for inference
+            if each.sparse and not each.optimizers and any(reached_by(loss, [each.module])):
+                self._require_dense(each.module)
         scaler = self.precision.scaler
         factor = scaler.begin_backward() if scaler else 1.0
         reached = [known, *self._also_reached(loss, known, denominator)]

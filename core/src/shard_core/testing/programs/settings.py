@@ -30,7 +30,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "{torch.nn.Linear}",
         "lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, torch.nn.Linear)",
     ),
-    "ignored_modules": ("['head']", "[torch.nn.RMSNorm, torch.nn.Embedding]"),
+    "ignored_modules": ("['head']", "[torch.nn.Linear]"),
     "ignored_states": ("['head.bias']",),
     "backward_prefetch": ("2", "None"),
     "forward_prefetch": ("True",),
@@ -49,6 +49,8 @@ _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": 
 """Options that act under some names of an engine alone, and are refused under its others."""
 APART = {"contiguous_gradients=False", "reduce_scatter=False"}
 """Options that a strategy refuses together."""
+_REFUSED_BESIDE = {"activation_offload": "reduce_bucket_size"}
+"""Options that every strategy refuses that has another, as not there yet."""
 _INSTEAD = {"auto_wrap_policy": "unit_bytes", "activation_checkpointing_policy": "activation_checkpointing"}
 """Options that say in another way what another says, which is drawn where a strategy has it."""
 KINDS = (
@@ -138,6 +140,7 @@ def offered(strategy: str) -> list[str]:
     card = plugins.find(strategy)
     free = {option.name for option in card.options} - card.presets.keys()
     free -= {name for name, (preset, value) in _NEEDS_PRESET.items() if card.presets.get(preset) != value}
+    free -= {name for name, other in _REFUSED_BESIDE.items() if any(other == option.name for option in card.options)}
     free -= {name for name, other in _INSTEAD.items() if other in free}
     return [f"{name}={value}" for name, values in OPTIONS.items() if name in free for value in values]
 

@@ -143,6 +143,14 @@ class _Spare(Linear):
         self.spare = nn.Parameter(torch.randn(3, 2))
 
 
+class _Weighed(Linear):
+    """A layer that reads the weights of all it is made of, as a penalty does."""
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        penalty = sum(each.to(hidden).square().sum() for each in self.parameters())
+        return super().forward(hidden, tokens) + 0.01 * penalty
+
+
 class _Wide(Part):
     """A layer made in float64, which a precision casts like all others."""
 
@@ -167,6 +175,7 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "sparse": _Sparse,
     "shared": _Shared,
     "spare": _Spare,
+    "weighed": _Weighed,
     "wide": _Wide,
 }
 """Parts with such parameters, by name."""
