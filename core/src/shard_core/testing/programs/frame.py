@@ -215,6 +215,5 @@ def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
     if chance.random() < 0.6:
         return ()
     drawn = chance.sample(offers, min(len(offers), chance.randint(1, 3)))
-    if set(drawn) >= APART:
-        drawn = [option for option in drawn if option not in APART]
-    return tuple({option.partition("=")[0]: option for option in drawn}.values())
+    named = {option.partition("=")[0]: option for option in drawn}
+    return tuple(option for name, option in named.items() if APART.get(name) not in named)

@@ -110,9 +110,10 @@ def _ordinary(
         return [_backward(program, number, card, chance)]
     found: list[Operation] = []
     if chance.random() < 0.4:
-        norm_types = [2.0, 2.0, 1.0, float("inf")] if Capability.CLIP_ANY_NORM in card.capabilities else [2.0]
         bound = chance.choice([0.1, 1.0, 1e9])
-        found += [ops.ClipNorm(optimizer=which, max_norm=bound, norm_type=chance.choice(norm_types)) for which in mine]
+        found += [
+            ops.ClipNorm(optimizer=which, max_norm=bound, norm_type=chance.choice(_norms(card))) for which in mine
+        ]
     skipped = chance.random() < 0.1
     found += [] if skipped else [ops.Step(optimizer=which) for which in mine]
     found += [ops.UpdateAverage()] if program.averaged and number == 0 else []
@@ -123,6 +124,11 @@ def _ordinary(
         by_optimizers = [ops.ZeroGrad(which=which, set_to_none=none) for which in mine]
         found += [by_module] if chance.random() < 0.4 else by_optimizers
     return found
+
+
+def _norms(card: StrategyInfo) -> list[float]:
+    """List the norms that a strategy clips by, the most used one more often."""
+    return [2.0, 2.0, 1.0, float("inf")] if Capability.CLIP_ANY_NORM in card.capabilities else [2.0]
 
 
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
@@ -167,7 +173,9 @@ def _odd(
         _backward(program, number, card, chance),
         ops.Forward(module=number, key=key, how=chance.choice(forwards)),
         ops.Evaluate(module=number, key=key, samples=chance.randint(3, 9)),
-        ops.ClipNorm(optimizer=which, max_norm=0.5),
+        ops.ClipNorm(
+            optimizer=which, max_norm=0.5, norm_type=chance.choice(_norms(card)), finite=chance.random() < 0.5
+        ),
         ops.ClipValue(optimizer=which, value=chance.choice([0.01, 1.0])),
         ops.Step(optimizer=which),
         ops.Closure(optimizer=which, key=key, rows=(chance.randint(2, 4),) * program.world_size),

@@ -44,11 +44,19 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClipNorm:
-    """Clip an optimizer's gradients by their global norm; ``norm_type`` may be infinite."""
+    """Clip an optimizer's gradients by their global norm; ``norm_type`` may be infinite.
+
+    Attributes:
+        optimizer: Which optimizer.
+        max_norm: What their norm is afterwards at most.
+        norm_type: Which norm.
+        finite: Whether the norm is promised to be a number, else an error.
+    """
 
     optimizer: int = 0
     max_norm: float
     norm_type: float = 2.0
+    finite: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

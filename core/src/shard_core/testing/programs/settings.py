@@ -47,8 +47,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": ("stage", 3)}
 """Options that act under some names of an engine alone, and are refused under its others."""
-APART = {"contiguous_gradients=False", "reduce_scatter=False"}
-"""Options that a strategy refuses together."""
+APART = {"reduce_scatter": "contiguous_gradients", "device_mesh": "sharding_strategy"}
+"""Options that a strategy refuses beside another."""
 _REFUSED_BESIDE = {"activation_offload": "reduce_bucket_size"}
 """Options that every strategy refuses that has another, as not there yet."""
 _INSTEAD = {"auto_wrap_policy": "unit_bytes", "activation_checkpointing_policy": "activation_checkpointing"}

@@ -89,7 +89,7 @@ class Situation:
         match operation:
             case ops.Backward():
                 allowed = self._adds_up(operation)
-            case ops.Step():
+            case ops.Step() | ops.ClipNorm(finite=True):
                 allowed = not (module.deferred or module.infinite)
             case ops.EditGradients(how="infinite"):
                 # A gradient scaler would skip the step, unless it had looked before; a part left out keeps them.

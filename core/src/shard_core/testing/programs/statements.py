@@ -43,7 +43,8 @@ def _(operation: ops.Evaluate, *_: object) -> Lines:
 @statements.register(ops.ClipNorm)
 def _(operation: ops.ClipNorm, program: Program, *_: object) -> Lines:
     kind = 'float("inf")' if math.isinf(operation.norm_type) else operation.norm_type
-    call = f"strategy.clip_gradients_norm({_owned(program, operation.optimizer)}, {operation.max_norm}, {kind})"
+    more = "" if operation.finite else ", error_if_nonfinite=False"
+    call = f"strategy.clip_gradients_norm({_owned(program, operation.optimizer)}, {operation.max_norm}, {kind}{more})"
     return [f"norm = {call}"], ["norm=norm"]
 
 
