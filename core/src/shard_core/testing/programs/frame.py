@@ -163,6 +163,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         optimizers=tuple(optimizers),
         late=late,
         averaged=chance.random() < 0.08 and precision in EXACT,
+        wrapped=chance.random() < 0.08,
         options=_options(offered(strategy), chance),
     )
     drawn = _compiled(drawn, card, chance)

@@ -63,6 +63,7 @@ class Program:
         optimizers: Its optimizers.
         late: Whether optimizers are made after setup.
         averaged: Whether the first model has an exponential moving average.
+        wrapped: Whether its models' parts are made units by hand, where a strategy has such.
         compiled: Where ``torch.compile`` comes in: ``""`` for nowhere, or one of ``settings.COMPILED``.
         options: Of the strategies that have them, from ``OPTIONS``, as they are written in Python.
         operations: What it does.
@@ -76,6 +77,7 @@ class Program:
     optimizers: tuple[OptimizerSpec, ...]
     late: bool = False
     averaged: bool = False
+    wrapped: bool = False
     compiled: str = ""
     options: tuple[str, ...] = ()
     operations: tuple[Operation, ...] = ()

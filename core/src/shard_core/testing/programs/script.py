@@ -25,7 +25,7 @@ _HEAD = '''\
 """{reason}"""
 
 {before}import torch
-
+{wrapping}
 from shard_core import {imports}
 from shard_core.testing.programs import Model, batch, contrast_of, evaluate, fails, fed_back, loss_of
 from shard_core.testing.programs import parameters_of, print_shown, state, tensors_of
@@ -78,7 +78,8 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
     commands = [
         f"shard run --nproc-per-node {each.world_size} this_file.py{f' {each.entry}' * several}" for each in parts
     ]
-    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports)
+    wrapping = "from torch.distributed.fsdp.wrap import wrap\n" * program.wrapped
+    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports, wrapping=wrapping)
     tail = _TAIL.format(commands=", then ".join(commands), call="globals()[sys.argv[1]]" if several else "main")
     return head + "\n".join(lines) + tail
 
@@ -86,10 +87,7 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
 def _build(program: Program) -> Iterator[str]:
     yield "def build(strategy):"
     yield f"    strategy.seed_everything({program.seed})"
-    yield "    with strategy.module_init_context():"
-    for name, model in zip(MODULES, program.models, strict=False):
-        arguments = [*map(repr, model.parts), f"output={model.output!r}"]
-        yield f"        {name} = Model({', '.join(arguments)})"
+    yield from _models(program)
     compiling = [f"    {_COMPILED[program.compiled].format(name=name)}" for name in _names(program) if program.compiled]
     if program.compiled != "after":
         yield from compiling
@@ -115,6 +113,16 @@ def _build(program: Program) -> Iterator[str]:
     if program.averaged:
         yield f"    average = ExponentialMovingAverage(strategy, {MODULES[0]}, decay=0.9)"
     yield f"    return {', '.join(everything(program))}"
+
+
+def _models(program: Program) -> Iterator[str]:
+    sharded = ", strategy.module_sharded_context()" if program.wrapped else ""
+    yield f"    with strategy.module_init_context(){sharded}:"
+    for name, model in zip(MODULES, program.models, strict=False):
+        arguments = [*map(repr, model.parts), f"output={model.output!r}"]
+        yield f"        {name} = Model({', '.join(arguments)})"
+        if program.wrapped:
+            yield f"        {name}.parts.update({{part: wrap(each) for part, each in {name}.parts.items()}})"
 
 
 def _main(program: Program) -> Iterator[str]:
