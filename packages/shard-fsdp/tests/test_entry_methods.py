@@ -134,10 +134,22 @@ class Scaled(nn.Module):
         return torch.sin(x * self.scales[0] * self.scales[1] + self.shifts["first"])
 
 
-class Holder(nn.Module):
+class Weighed(nn.Module):
+    """Reads all parameters inside it and has none of its own."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Scaled()
+        torch.manual_seed(2)
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Tanh(), nn.Linear(5, 4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(each.square().sum() for each in self.parameters()) + self.layers(x)
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inner = inner()
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).mean()
@@ -146,9 +158,9 @@ class Holder(nn.Module):
         return self.loss(x)
 
 
-def listed(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def listed(options: dict[str, Any], inner: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
     with get_strategy("fsdp", **options) as strategy:
-        model = Holder()
+        model = Holder(inner)
         model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
         strategy.backward(model.loss(data(strategy.global_rank)), model)
         strategy.optimizer_step(optimizer)
@@ -156,12 +168,15 @@ def listed(options: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, {"unit_bytes": 1}], ids=["root", "units"])
-def test_a_method_reads_lists_of_parameters(worlds: Any, options: dict[str, Any]) -> None:
-    plain = Holder()
+@pytest.mark.parametrize("inner", [Scaled, Weighed])
+def test_a_part_of_a_method_reads_parameters(
+    worlds: Any, inner: Callable[[], nn.Module], options: dict[str, Any]
+) -> None:
+    plain = Holder(inner)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     torch.stack([plain.loss(data(rank)) for rank in range(2)]).mean().backward()
     optimizer.step()
-    for weights in worlds(2).run(listed, options):
+    for weights in worlds(2).run(listed, options, inner):
         for name, tensor in plain.state_dict().items():
             assert torch.allclose(weights[name], tensor), name
 

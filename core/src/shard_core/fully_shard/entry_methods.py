@@ -68,8 +68,14 @@ class EntryMethods:
             # A list of parameters is never called itself: whoever reads it holds them.
             lists = (each for each in part.children() if isinstance(each, nn.ParameterList | nn.ParameterDict))
             holds = any(next(each.parameters(recurse=False), None) is not None for each in (part, *lists))
+            holds = holds or self._reads_one_unit(part)
             if isinstance(part, FSDPModule) or (holds and not isinstance(part, ParametrizationList)):
                 part.register_forward_pre_hook(self._enter, prepend=True)
+
+    def _reads_one_unit(self, part: torch.nn.Module) -> bool:
+        """Return whether all parameters inside a part, which it may read itself, are gathered with it."""
+        units = {self._unit_of[each] for each in part.modules()}
+        return len(units) == 1 and next(part.parameters(), None) is not None
 
     @property
     def running(self) -> bool:

@@ -45,6 +45,8 @@ is rounded becomes a fifth of an update."""
 _SETTLES = 10.0
 """Rounding breaks a bound, jitter included, by less than this factor; float64 settles nothing beyond: a dtype that is
 wrong for float32 alone is right there."""
+_NEVER_RIGHT = ("CheckpointNotFound", "CheckpointCorrupted")
+"""No refusal: a program loads what it has saved."""
 _SETS_RATES = (ops.ChangeLearningRate, ops.StepScheduler)
 #: What has its dtype from the precision.
 _DTYPES = ("weights", "state", "gradients")
@@ -160,7 +162,7 @@ def _stops(program: Program, traces: Sequence[Trace]) -> Judgement:
     where = _name(program, first.at)
     if any(stop is None or (stop.at, stop.kind) != (first.at, first.kind) for stop in stops):
         return Judgement(verdict="defect", at=first.at, symptom=f"ranks disagree {where}", text=str(stops))
-    if not first.ours:
+    if not first.ours or first.kind in _NEVER_RIGHT:
         return Judgement(verdict="defect", at=first.at, symptom=f"{where} {first.kind}", text=first.text)
     changed = next(filter(None, (_changed(program, trace) for trace in traces)), "")
     if changed:

@@ -49,8 +49,14 @@ _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": 
 """Options that act under some names of an engine alone, and are refused under its others."""
 APART = {"reduce_scatter": "contiguous_gradients", "device_mesh": "sharding_strategy"}
 """Options that a strategy refuses beside another."""
-_REFUSED_BESIDE = {"activation_offload": "reduce_bucket_size"}
-"""Options that every strategy refuses that has another, as not there yet."""
+_REFUSED_BESIDE = {
+    "reduce_bucket_size": {"activation_offload"},
+    "tensor_parallel_size": {
+        *("activation_offload", "backward_prefetch", "cpu_offload", "forward_prefetch"),
+        *("ignored_modules", "ignored_states"),
+    },
+}
+"""Options that every strategy refuses that has another one, as not there yet."""
 _INSTEAD = {"auto_wrap_policy": "unit_bytes", "activation_checkpointing_policy": "activation_checkpointing"}
 """Options that say in another way what another says, which is drawn where a strategy has it."""
 KINDS = (
@@ -140,7 +146,7 @@ def offered(strategy: str) -> list[str]:
     card = plugins.find(strategy)
     free = {option.name for option in card.options} - card.presets.keys()
     free -= {name for name, (preset, value) in _NEEDS_PRESET.items() if card.presets.get(preset) != value}
-    free -= {name for name, other in _REFUSED_BESIDE.items() if any(other == option.name for option in card.options)}
+    free -= {name for option in card.options for name in _REFUSED_BESIDE.get(option.name, ())}
     free -= {name for name, other in _INSTEAD.items() if other in free}
     return [f"{name}={value}" for name, values in OPTIONS.items() if name in free for value in values]
 
