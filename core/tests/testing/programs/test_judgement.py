@@ -11,7 +11,10 @@ from shard_core.testing.programs.campaign import campaign
 from shard_core.testing.programs.judgement import judge
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 
-OPERATIONS = (ops.Backward(key=7, rows=(3, 3)), ops.ShowGradients(), ops.Step(), ops.ClipValue(value=1.0))
+OPERATIONS = (
+    *(ops.Backward(key=7, rows=(3, 3)), ops.ShowGradients(), ops.Step(), ops.ClipValue(value=1.0), ops.Save()),
+    ops.Load(),
+)
 #: What each is found by: the operation, and what of it.
 ROGUES = {
     "refuses_without_momentum": "changed ClipValue",
@@ -19,6 +22,7 @@ ROGUES = {
     "rounds_float32": "ShowGradients gradients",
     "shows_doubles": "setup weights",
     "shows_weights_everywhere": "setup weights",
+    "loses_checkpoints": "Load CheckpointNotFound",
 }
 
 
@@ -37,7 +41,7 @@ def test_a_mistake_is_no_refusal_and_no_rounding(name, rogues, worlds):
 
 @pytest.mark.parametrize("operation", [ops.ChangeLearningRate(), ops.StepScheduler()])
 def test_a_learning_rate_that_the_user_has_changed_is_no_mistake(operation, rogues, worlds):
-    judgement = judge(program("refuses_to_clip", *OPERATIONS[:-1], operation, OPERATIONS[-1]), worlds)
+    judgement = judge(program("refuses_to_clip", *OPERATIONS[:3], operation, OPERATIONS[3]), worlds)
     assert (judgement.verdict, judgement.symptom) == ("refused", "ClipValue SetupError"), judgement.text
 
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shard_core.errors import SetupError
+from shard_core.errors import CheckpointNotFound, SetupError
 from shard_core.strategies.ddp import DDPStrategy
 
 
@@ -70,3 +70,10 @@ class ShowsWeightsEverywhere(DDPStrategy):
     def module_state_dict(self, module: Any, full: bool = True) -> dict[str, torch.Tensor]:
         shown = super().module_state_dict(module, full)
         return self.broadcast(shown) if full else shown
+
+
+class LosesCheckpoints(DDPStrategy):
+    """Finds no checkpoint, be it its own."""
+
+    def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        raise CheckpointNotFound(f"{path} is no checkpoint.")
