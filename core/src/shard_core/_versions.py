@@ -70,8 +70,11 @@ there. Checked on torch 2.13.0. It can go when torch shows it in public.
 their ``fsdp_params`` with ``_unsharded_param`` and ``sharded_param``: the tensors that units compute with, at which
 graphs end, and what they stand for. Checked on torch 2.9.0 and 2.13.0. They can go when torch says which parameter such
 a tensor stands for. Beside them ``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients
-wait, to throw them away. They can go when torch does so in ``zero_grad``. And ``reset_sharded_param``, by which a unit
-reads its shards anew.
+wait, to throw them away. They can go when torch does so in ``zero_grad``. ``is_unsharded``, to notice gradients that
+nothing will send, and ``reset_sharded_param``, by which a unit reads its shards anew.
+
+``torch.utils._pytree.tree_leaves``: what torch looks into for the tensors of an output. Checked on torch 2.9.0 and
+2.13.0. It can go when torch offers it in public.
 
 ``DTensor._local_tensor`` and ``_spec``: what a DTensor consists of, which torch leaves as it was when ``.data`` is
 assigned (pytorch/pytorch#157391), so that core gives ``DTensor`` a setter that does not. Checked on torch 2.9.0 and
@@ -96,6 +99,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import CustomPolicy
@@ -122,10 +126,12 @@ __all__ = [
     "is_compiled",
     "is_operation",
     "is_split_over_ranks",
+    "left_gradients",
     "loading_values",
     "read_shards_anew",
     "replaced_trunc_normal",
     "set_local_tensor",
+    "tree_leaves",
     "unset_fake_temporarily",
     "unsharded_parameters",
     "version_of",
@@ -253,6 +259,16 @@ def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """List what a unit has computed with so far, each the same tensor in all its forwards; nothing of other modules."""
     parameters = (each for group in _unit_groups(module) for each in group.fsdp_params)
     return [each._unsharded_param for each in parameters if hasattr(each, "_unsharded_param")]
+
+
+def left_gradients(module: torch.nn.Module) -> bool:
+    """Return whether a unit has kept whole gradients after a backward, of whose end it was not told."""
+    groups = (group for part in module.modules() for group in _unit_groups(part) if group.is_unsharded)
+    parameters = (parameter for group in groups for parameter in group.fsdp_params)
+    return any(
+        getattr(each, "_unsharded_param", None) is not None and each._unsharded_param.grad is not None
+        for each in parameters
+    )
 
 
 def freeze_unsharded(module: torch.nn.Module) -> None:

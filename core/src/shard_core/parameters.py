@@ -125,6 +125,17 @@ class ParameterNames:
         )
 
 
+def make_contiguous(module: torch.nn.Module) -> None:
+    """Lay parameters out row by row, as engines cut them; transposed ones and ``channels_last`` are laid out otherwise.
+
+    Args:
+        module: The user's; values and names stay as they are.
+    """
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
 def laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
     """Return a value of optimizer state on the device, in the dtype and shards of its parameter.
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shard_core._versions import freeze_unsharded
+from shard_core._versions import freeze_unsharded, left_gradients
 from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
@@ -24,7 +24,7 @@ from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
-from shard_core.parameters import laid_out_like, plain_name
+from shard_core.parameters import laid_out_like, make_contiguous, plain_name
 from shard_core.precision.dtypes import dtype_named
 from shard_core.preparation.submodules import num_bytes
 from shard_core.replicas import AveragedGradients, send_values
@@ -131,6 +131,7 @@ class FullySharder:
         kept = {names.of(parameter) for parameter in whole}
         if needs_values(module, self._collectives):
             initialise(module, param_init_fn, self.recording(empty_init=False))
+        make_contiguous(module)
         send_values(module)
         values = Materializer(module, dtype_named(policy.parameter), dtype_named(policy.buffer))
         if lay_out is not None:
@@ -152,7 +153,8 @@ class FullySharder:
         self._gradients[module] = DeferredGradients(shards)
         list_shards(module, EntryMethods(module, units))
         NoInferenceMode(module)
-        module.register_load_state_dict_pre_hook(_shard_full_tensors)
+        for part in module.modules():  # any of which may be given its own
+            part.register_load_state_dict_pre_hook(functools.partial(_shard_full_tensors, weakref.ref(module)))
         return units
 
     @contextlib.contextmanager
@@ -208,6 +210,7 @@ class FullySharder:
                 gradients.show()
             elif gradients.show_again():
                 came_through.add(sharded)
+        self._check_left()
         for replicas in self._replicas.values():
             replicas.end_backward()
         for sharded, sync in self._syncs.items():
@@ -226,6 +229,16 @@ class FullySharder:
                 for sync in self._syncs.values():
                     sync.end_backward(named=False)
             raise
+
+    def _check_left(self) -> None:
+        """Check that no unit has kept gradients since nothing told it of the backward's end."""
+        for sharded, gradients in self._gradients.items():
+            if sharded not in self._deferring and not gradients.wait and left_gradients(sharded):
+                raise SetupError(
+                    f"the loss came through {type(sharded).__name__.removeprefix('FSDP')}, but not through what its "
+                    "forward has returned, so its gradients are left on their rank; return what the loss is computed "
+                    "from: a tensor, a tuple, a dict, a dataclass or an object with tensors for attributes."
+                )
 
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient still waits of what an optimizer steps, the last backward having come past it.
@@ -295,11 +308,22 @@ class FullySharder:
 
 
 def _shard_full_tensors(
-    module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *others: object
+    root: weakref.ref[torch.nn.Module],
+    module: torch.nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    prefix: str,
+    metadata: dict[str, Any],
+    *others: object,
 ) -> None:
-    """Shard full tensors that ``load_state_dict`` is given, which torch would not mix with shards."""
+    """Shard full tensors that ``load_state_dict`` is given, which torch would not mix with shards.
+
+    With ``assign=True`` they are copied, too: what is assigned in a shard's place, the unit would never see.
+    """
     del others
-    reshard(module)
+    metadata.pop("assign_to_params_buffers", None)
+    whole = root()
+    if whole is not None:
+        reshard(whole)
     for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
         key = plain_name(name)
         if key in state_dict:

@@ -129,6 +129,7 @@ class StrategySetup(StrategyLifecycle):
         known.check_groups(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
         known.optimizers[optimizer] = Accumulation() if known.optimizers else known.unstepped
+        known.check_known(optimizer)
         known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
         known.hooks.append(NotedZeroGrad(optimizer, known.optimizers[optimizer].reset))
         return optimizer
@@ -250,6 +251,7 @@ class StrategySetup(StrategyLifecycle):
         for optimizer, accumulation in known.optimizers.items():
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
         self._registry.add(known)
+        known.know()
         return called
 
     def _guard_backwards(self, module: torch.nn.Module) -> list[RemovableHandle]:

@@ -194,6 +194,7 @@ class StrategyStep(StrategySetup):
         """
         self._saves.begin_step()
         known = self._registry.owner(optimizer)
+        known.check_known(optimizer)
         if closure is None:
             finite = self._finish(optimizer)
             if self.precision.scaler is not None:

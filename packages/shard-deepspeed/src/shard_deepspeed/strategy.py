@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core import SetupError, Strategy, UnsupportedPrecision
-from shard_core.backend import check_used_alike, fast_step, prepare_layers, send_values
+from shard_core.backend import check_used_alike, fast_step, make_contiguous, prepare_layers, send_values
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
@@ -67,6 +67,7 @@ class DeepSpeedStrategy(Strategy):
         """Pass the module's parameters to an engine, and optimizers this rank's partitions of them."""
         prepare_layers(module, self.config)
         module.to(self.root_device)
+        make_contiguous(module)
         send_values(module)
         trained = [parameter for parameter in module.parameters() if is_trained(parameter)]
         if trained:

@@ -47,7 +47,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": ("stage", 3)}
 """Options that act under some names of an engine alone, and are refused under its others."""
-APART = {"reduce_scatter": "contiguous_gradients", "device_mesh": "sharding_strategy"}
+APART = {
+    "reduce_scatter": "contiguous_gradients",
+    "device_mesh": "sharding_strategy",
+    "reshard_after_forward": "sharding_strategy",
+}
 """Options that a strategy refuses beside another."""
 _REFUSED_BESIDE = {
     "reduce_bucket_size": {"activation_offload"},

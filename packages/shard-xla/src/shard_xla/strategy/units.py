@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -132,7 +133,20 @@ def wrap_policy(module: nn.Module, config: XLAFSDPConfig | XLASPMDConfig) -> Cal
         from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
         chosen = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=chosen)
+    if "nonwrapped_numel" in inspect.signature(chosen).parameters:
+        chosen = _CalledByTorchsName(chosen)
     return _Untorn(chosen, frozenset(map(id, _torn(module))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _CalledByTorchsName:
+    """A policy of torch's signature, which has another name for what upstream calls ``unwrapped_params``."""
+
+    policy: Callable[..., bool]
+
+    def __call__(self, module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
+        """Decide as the user's policy does."""
+        return self.policy(module=module, recurse=recurse, nonwrapped_numel=unwrapped_params)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""Modules that users change before setup and after it: laid out otherwise, loaded part by part, given new layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import SetupError, get_strategy
+from shard_core.testing import oracle
+
+NAMES = ["ddp", "fsdp"]
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(16, 2))
+
+
+def loaded(assign: bool) -> dict[str, torch.Tensor]:
+    with get_strategy("fsdp") as strategy:
+        model = strategy.setup_module(build())
+        model(torch.ones(1, 3, 3, 3))  # the root keeps what it has gathered
+        torch.manual_seed(9)
+        strategy.unwrap(model)[2].load_state_dict(nn.Linear(16, 2).state_dict(), assign=assign)
+        model(torch.ones(1, 3, 3, 3))
+        return strategy.module_state_dict(model)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_part_loads_its_own_state_dict(worlds: Any, assign: bool) -> None:
+    torch.manual_seed(9)
+    expected = {f"2.{name}": each for name, each in nn.Linear(16, 2).state_dict().items()}
+    weights = worlds(2).run(loaded, assign)[0]
+    oracle.assert_same_weights({name: weights[name] for name in expected}, expected, 0)
+
+
+def channels_last(name: str) -> dict[str, torch.Tensor]:
+    with get_strategy(name) as strategy:
+        model = build().to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        for _ in range(2):
+            strategy.backward(model(images(strategy.global_rank)).square().mean(), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return strategy.module_state_dict(model)
+
+
+def images(rank: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 54).reshape(2, 3, 3, 3) * (1 + rank)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_channels_last_trains(worlds: Any, name: str) -> None:
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for rank in range(2):
+            (plain(images(rank)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    oracle.assert_same_weights(worlds(2).run(channels_last, name)[0], plain.state_dict(), 1e-5)
+
+
+def given_a_layer(name: str, late: bool) -> str:
+    """Put an adapter into a module that was set up, and train it; return the refusal."""
+    with get_strategy(name) as strategy:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        own = strategy.unwrap(model)
+        adapter = nn.Linear(2, 2)
+        own.append(adapter)
+        try:
+            if late:
+                strategy.setup_optimizer(torch.optim.SGD([*own.parameters()], lr=0.1))
+            optimizer.add_param_group({"params": list(adapter.parameters())})
+            strategy.backward(model(images(strategy.global_rank)).square().mean(), model)
+            strategy.optimizer_step(optimizer)
+        except SetupError as error:
+            return str(error)
+        return "trained"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_come_after_setup_are_refused_by_name(worlds: Any, name: str, late: bool) -> None:
+    for message in worlds(2).run(given_a_layer, name, late):
+        assert message.startswith("an optimizer steps '3.weight', which was put into the module after setup"), message
