@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from shard_core._versions import tree_leaves
 from shard_core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -215,6 +216,39 @@ def sparse_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, part in module.named_modules()
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
     }
+
+
+def inside_objects(output: Any) -> list[torch.Tensor]:
+    """List the tensors to train through that are attributes of objects in an output, where engines look for none.
+
+    Args:
+        output: What a forward has returned.
+
+    Returns:
+        Those with gradients; without what tuples, dicts and other containers that torch opens hold themselves.
+
+    Example:
+        >>> class Output:
+        ...     def __init__(self, loss):
+        ...         self.loss = loss
+        >>> loss = torch.ones(2, requires_grad=True).sum()
+        >>> len(inside_objects((loss, Output(loss))))
+        1
+    """
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+
+    def look(value: Any, depth: int) -> None:
+        for each in tree_leaves(value):
+            if isinstance(each, torch.Tensor):
+                if depth and each.requires_grad:
+                    found.append(each)
+            elif hasattr(each, "__dict__") and not isinstance(each, type | torch.nn.Module) and id(each) not in seen:
+                seen.add(id(each))
+                look(list(vars(each).values()), depth + 1)
+
+    look(output, 0)
+    return found
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:

@@ -64,6 +64,8 @@ ROGUES = {
     "returns_to_the_forward": Fault("changes_past_a_forward_count"),
     "drops_the_clipped": Fault("backward_after_clipping_adds_up"),
     "keeps_denominators": Fault("zeroed_sums_leave_no_denominator"),
+    "takes_newcomers": Fault("layers_after_setup_train_or_are_refused"),
+    "cuts_off_objects": Fault("objects_in_outputs_train"),
     "holds_on": Fault("teardown_lets_go_of_the_module"),
     # what setup leaves alone
     "drops_the_optimizer": Fault("optimizer_made_before_or_after_setup"),

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shard_core._versions import in_backward, run_unit_hooks, tree_leaves
+from shard_core._versions import in_backward, run_unit_hooks
 from shard_core.fully_shard.assigned_data import AssignedData
+from shard_core.gradients import inside_objects
 from shard_core.inference_mode import without_inference_mode
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class EntryMethods:
         del args
         try:
             unit = self._unit_of[part]
-            hidden = _inside_objects(output)
+            hidden = inside_objects(output)
             if hidden:
                 self._pass_on(unit[0], hidden)
             if output is not None and part not in unit:
@@ -152,21 +153,3 @@ class EntryMethods:
     def _give_output(self, placeholder: None) -> Any:
         del placeholder
         return self._output
-
-
-def _inside_objects(output: Any) -> list[torch.Tensor]:
-    """List the tensors to train through that are attributes of objects in an output, where torch looks for none."""
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
-
-    def look(value: Any, depth: int) -> None:
-        for each in tree_leaves(value):
-            if isinstance(each, torch.Tensor):
-                if depth and each.requires_grad:
-                    found.append(each)
-            elif hasattr(each, "__dict__") and not isinstance(each, type | nn.Module) and id(each) not in seen:
-                seen.add(id(each))
-                look(list(vars(each).values()), depth + 1)
-
-    look(output, 0)
-    return found

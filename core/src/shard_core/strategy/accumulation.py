@@ -43,6 +43,11 @@ class Accumulation:
         """Whether earlier backwards of this step have denominators."""
         return self._denominator is not None
 
+    @property
+    def pending_factor(self) -> float | None:
+        """What the losses were multiplied by whose gradients are yet to be unscaled; None if there are none."""
+        return self._loss_scale if self._backwards and not self._final else None
+
     def add(self, denominator: float | torch.Tensor | None, loss_scale: float) -> None:
         """Record one backward.
 

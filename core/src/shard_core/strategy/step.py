@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shard_core.capability import Capability
-from shard_core.errors import InvalidOption, NonFiniteGradient
+from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
 from shard_core.gradients import clip_norm, clip_values, total_norm
 from shard_core.options import check_names
 from shard_core.strategy.loss_graph import reached_by
 from shard_core.strategy.setup import StrategySetup
 
 if TYPE_CHECKING:
+    from shard_core.precision.scaler import GradientScaler
+    from shard_core.strategy.accumulation import Accumulation
     from shard_core.strategy.registry import SetUpModule
 
 log = logging.getLogger(__name__)
@@ -104,7 +106,6 @@ class StrategyStep(StrategySetup):
             if each.sparse and not each.optimizers and any(reached_by(loss, [each.module])):
                 self._require_dense(each.module)
         scaler = self.precision.scaler
-        factor = scaler.begin_backward() if scaler else 1.0
         reached = [known, *self._also_reached(loss, known, denominator)]
         for each in reached:
             self.engine_follow_gradients(each.module)
@@ -112,6 +113,9 @@ class StrategyStep(StrategySetup):
             if denominator is not None or scaler is not None:
                 accumulation.check_zeroed(parameters, self.collectives)
             accumulation.reset_if_discarded(parameters)
+        accumulations = [accumulation for each in reached for _, accumulation in each.accumulations()]
+        factor = _factor(scaler, accumulations) if scaler else 1.0
+        for accumulation in accumulations:
             accumulation.add(denominator, factor)
         self._registry.note_backward()
         self._in_backward = True
@@ -275,6 +279,22 @@ class StrategyStep(StrategySetup):
         return accumulation.finish(
             lambda: self.engine_gradients(optimizer), self.collectives, self._data, self.precision.scaler
         )
+
+
+def _factor(scaler: GradientScaler, accumulations: Sequence[Accumulation]) -> float:
+    """Return what to multiply a loss by: as earlier losses whose gradients it adds to, though a step has changed that.
+
+    Raises:
+        SetupError: If it comes through several modules whose gradients wait for other factors.
+    """
+    factor = scaler.begin_backward()
+    pending = {each.pending_factor for each in accumulations} - {None}
+    if len(pending) > 1:
+        raise SetupError(
+            "a loss comes through modules whose gradients were multiplied by different factors, since an optimizer has "
+            "skipped a step between their backwards; step or zero the gradients of all of them first."
+        )
+    return next((each for each in pending if each is not None), factor)
 
 
 def _check_loss(loss: object, gradient: object) -> None:

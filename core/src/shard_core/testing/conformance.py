@@ -33,6 +33,7 @@ from shard_core.testing.suites.training.randomness import Randomness
 from shard_core.testing.suites.training.replicas import Replicas
 from shard_core.testing.suites.training.setup import Setup
 from shard_core.testing.suites.training.structure import Structure
+from shard_core.testing.suites.training.surroundings import Surroundings
 from shard_core.testing.suites.training.teardown import Teardown
 
 
@@ -40,6 +41,7 @@ from shard_core.testing.suites.training.teardown import Teardown
 class Conformance(
     Launching,
     Teardown,
+    Surroundings,
     AsyncSave,
     Safety,
     Weights,

@@ -354,3 +354,26 @@ class MixesInstead(Rogue):
 
     def __init__(self, *, precision: Any = "32-true", **arguments: Any) -> None:
         super().__init__(precision="bf16-mixed" if precision == "bf16-true" else precision, **arguments)
+
+
+class TakesNewcomers(Rogue):
+    """Steps what was put into the module after setup with the gradient of each rank alone."""
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        self.inner._registry.owner(optimizer).known.update(map(id, parameters(optimizer)))
+        return self.inner.optimizer_step(optimizer, closure, **more)
+
+
+class CutsOffObjects(Rogue):
+    """Trains through tensors and what torch opens of an output, and through no other object."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        ready = self.inner.setup_module_and_optimizers(module, optimizers)
+        ready[0].register_forward_hook(_cut_off)
+        return ready
+
+
+def _cut_off(module: Any, args: Any, output: Any) -> None:
+    for name, value in vars(output).items() if hasattr(output, "__dict__") and not torch.is_tensor(output) else ():
+        if torch.is_tensor(value):
+            setattr(output, name, value.detach() + 0.0 * next(module.parameters()).sum())

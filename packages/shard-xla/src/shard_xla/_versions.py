@@ -20,6 +20,10 @@ as well as ``_rebuild_full_params`` and ``_post_backward_hook``, ``_orig_size`` 
 ``full_params``, and ``torch_xla._XLAC._replace_xla_tensor``: a parameter without dims cannot be split by rows
 otherwise. Checked on torch_xla 2.9.0. They can go when upstream takes it to be one row.
 
+``XlaFullyShardedDataParallel._register_pre_backward_hooks``, which ``strategy/unit.py`` overrides: tensors in objects
+that a forward returns would lead no backward to its unit. Checked on torch_xla 2.9.0. It can go when upstream looks
+there.
+
 ``XlaFullyShardedDataParallel._wait_for_post_backward``, which ``strategy/unit.py`` overrides, and ``training_state``: a
 unit of whose own parameters a loss has reached none, as a root whose layers are units, would end in a ValueError.
 Checked on torch_xla 2.9.0. It can go when such a unit's backward ends.

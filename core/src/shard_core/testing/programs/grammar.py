@@ -132,7 +132,8 @@ def _norms(card: StrategyInfo) -> list[float]:
 
 
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
-    kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient", "frozen"]
+    kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient"]
+    kinds += ["frozen"] * (chance.random() < 0.2)
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
     kinds += ["contrastive"] * (Capability.SYNC_GRADS in card.capabilities)
     kinds += ["through"] * 2 * (len(program.models) == 2)

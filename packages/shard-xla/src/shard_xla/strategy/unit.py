@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shard_core.backend import inside_objects
 from shard_xla._versions import replace_value
 
 
@@ -31,6 +32,10 @@ def unit_class() -> Any:
                 return super().forward(*args, **kwargs)
             finally:
                 self.running = before
+
+        def _register_pre_backward_hooks(self, outputs: Any) -> Any:
+            super()._register_pre_backward_hooks(inside_objects(outputs))  # into which upstream does not look
+            return super()._register_pre_backward_hooks(outputs)
 
         def _flatten_and_pad_to_world_size(self, tensor: torch.Tensor, world_size: int) -> torch.Tensor:
             return super()._flatten_and_pad_to_world_size(self._with_rows(tensor), world_size)
