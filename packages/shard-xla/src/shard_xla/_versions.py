@@ -153,7 +153,7 @@ def register_in_place(unit: Any) -> None:
         owner._parameters[name] = shard
 
 
-def full_and_shards(unit: Any) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter]]:
+def full_and_shards(unit: Any) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """List a unit's whole parameters, which compute, each with its shard."""
     return zip(unit.full_params, unit.sharded_params, strict=True)
 

@@ -41,9 +41,13 @@ _WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in v
 
 def possible(program: Program) -> bool:
     """Check a program's options, models and optimizers."""
-    if any(option not in _WRITTEN for option in program.options) or program.precision not in PRECISIONS:
+    if any(option not in _WRITTEN or _reads_inside(program.models, option) for option in program.options):
         return False
-    if not program.models or any(spec.module >= len(program.models) for spec in program.optimizers):
+    if (
+        program.precision not in PRECISIONS
+        or not program.models
+        or any(spec.module >= len(program.models) for spec in program.optimizers)
+    ):
         return False
     if not _shared_as_taken(program) or (program.compiled and not _may_be_compiled(program)):
         return False
@@ -52,6 +56,11 @@ def possible(program: Program) -> bool:
     if not all(_is_stepped(program, number) for number in range(len(program.models))) and _is_scaled(program):
         return False
     return all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
+
+
+def _reads_inside(models: Sequence[ModelSpec], option: str) -> bool:
+    """Check whether a part would read the weights of units inside it, which are not gathered yet."""
+    return option.startswith("auto_wrap_policy") and any("weighed" in model.parts for model in models)
 
 
 def _is_stepped(program: Program, number: int) -> bool:
@@ -164,7 +173,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         late=late,
         averaged=chance.random() < 0.08 and precision in EXACT,
         wrapped=chance.random() < 0.08,
-        options=_options(offered(strategy), chance),
+        options=_options([each for each in offered(strategy) if not _reads_inside(models, each)], chance),
     )
     drawn = _compiled(drawn, card, chance)
     if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):

@@ -36,6 +36,7 @@ from shard_xla.strategy.module_tensors import (
     take_whole_values,
     tensors_of_average,
 )
+from shard_xla.strategy.named_parameters import list_wholes_inside
 from shard_xla.strategy.optimizers import check_stale_parameters, flat_value, repoint_to_shards
 from shard_xla.strategy.recompilation import RecompilationWatch
 from shard_xla.strategy.running_variance import correct_running_variances
@@ -106,6 +107,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         hooks.check_messages(functools.partial(check_used_alike, collectives=self.collectives))
         self._sharded[module] = _Sharded(tensors, sparse, weakref.ref(hooks))
         call_through(module, root)
+        list_wholes_inside(root)
         take_own_names(module)
         take_whole_values(module, tensors, self.global_rank)
         repoint_to_shards(optimizers, names, tensors, self.global_rank)
