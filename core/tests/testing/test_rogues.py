@@ -60,6 +60,7 @@ ROGUES = {
     "passes_non_finite": Fault("non_finite_norm_raises_everywhere"),
     "shows_sums": Fault("gradients_are_shown_whole"),
     "keeps_weights": Fault("changes_by_hand_count"),
+    "assigns_outside": Fault("assigned_data_counts"),
     # what may stand between the calls of a step
     "returns_to_the_forward": Fault("changes_past_a_forward_count"),
     "drops_the_clipped": Fault("backward_after_clipping_adds_up"),

@@ -54,7 +54,7 @@ FACTORIES = {
     **_at("setup", "unshared_data", "unshared_streams", "reads_ahead", "uneven_data"),
     **_at("step", "summed", "rescaled", "fills_missing_gradients", "loses_deferred", "defers_nothing"),
     **_at("step", "ignores_denominator", "local_denominator", "local_norm", "never_clips", "always_two_norm"),
-    **_at("step", "takes_newcomers", "cuts_off_objects"),
+    **_at("step", "takes_newcomers", "cuts_off_objects", "assigns_outside"),
     **_at("step", "ignores_gradient", "averages_forwards_alone", "trains_the_unfrozen_alone"),
     **_at("step", "defers_in_silence", "repeats_itself", "refuses_to_defer", "steps_inside"),
     **_at("step", "averages_over_users", "returns_to_the_forward", "drops_the_clipped", "keeps_denominators"),

@@ -377,3 +377,19 @@ def _cut_off(module: Any, args: Any, output: Any) -> None:
     for name, value in vars(output).items() if hasattr(output, "__dict__") and not torch.is_tensor(output) else ():
         if torch.is_tensor(value):
             setattr(output, name, value.detach() + 0.0 * next(module.parameters()).sum())
+
+
+class AssignsOutside(Rogue):
+    """Computes with the tensors that parameters had at setup, whatever their ``.data`` is assigned since."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        ready = self.inner.setup_module_and_optimizers(module, optimizers)
+        inside = {parameter: parameter.data for parameter in module.parameters()}
+        module.register_forward_pre_hook(functools.partial(_compute_inside, inside))
+        return ready
+
+
+def _compute_inside(inside: dict[Any, torch.Tensor], module: Any, args: Any) -> None:
+    for parameter, values in inside.items():
+        if parameter.data_ptr() != values.data_ptr():
+            parameter.data = values

@@ -100,17 +100,30 @@ class Parity(Suite):
         tripled = [3 * loss for loss in truth.losses]
         oracle.assert_same_numbers("the ranks' mean loss in evaluation", means, tripled, 1e-6)
 
-    @pytest.mark.parametrize("what", ["weights", "data", "gradients", "zeros"])
+    @pytest.mark.parametrize("what", ["weights", "gradients", "zeros"])
     @promise(after=("averages_gradients",), every_size=False)
     def test_changes_by_hand_count(self, ranks: Ranks, what: str) -> None:
-        """What users do to ``parameters()`` counts: change them or their gradients, assign ``.data``, zero a module's.
+        """What users do to ``parameters()`` and their gradients counts: changing either, and ``module.zero_grad()``.
 
         A strategy may refuse it instead, before the next step is over, with a ``ShardError`` that says what to do.
 
         Usual cause:
-            The engine steps tensors of its own and writes them over the module's, or keeps gradients elsewhere;
-            parameters are wrappers, and only what is outside of them is assigned.
+            The engine steps tensors of its own and writes them over the module's, or keeps gradients elsewhere.
         """
+        self._assert_by_hand(ranks, what)
+
+    @promise(after=("averages_gradients", "changes_by_hand_count"), every_size=False)
+    def test_assigned_data_counts(self, ranks: Ranks) -> None:
+        """Parameters whose ``.data`` is assigned, as ``parameter.data = parameter.data * 0.9``, have the new values.
+
+        A strategy may refuse it instead, before the next step is over, with a ``ShardError`` that says what to do.
+
+        Usual cause:
+            Parameters are wrappers of what the engine computes with, and only the wrapper's outside is assigned.
+        """
+        self._assert_by_hand(ranks, "data")
+
+    def _assert_by_hand(self, ranks: Ranks, what: str) -> None:
         answers = ranks.run(train_by_hand, what)
         if all(isinstance(answer, str) for answer in answers):
             return
