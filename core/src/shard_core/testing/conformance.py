@@ -18,6 +18,7 @@ from shard_core.testing.suites.collectives.tensors import Tensors
 from shard_core.testing.suites.launcher import Launching
 from shard_core.testing.suites.plugin.construction import Construction
 from shard_core.testing.suites.plugin.metadata import Metadata
+from shard_core.testing.suites.plugin.teardown import Teardown
 from shard_core.testing.suites.training.accumulation import Accumulation
 from shard_core.testing.suites.training.averages import Averages
 from shard_core.testing.suites.training.capabilities import Capabilities
@@ -34,7 +35,6 @@ from shard_core.testing.suites.training.replicas import Replicas
 from shard_core.testing.suites.training.setup import Setup
 from shard_core.testing.suites.training.structure import Structure
 from shard_core.testing.suites.training.surroundings import Surroundings
-from shard_core.testing.suites.training.teardown import Teardown
 
 
 # Pytest runs the tests of the last base first.
