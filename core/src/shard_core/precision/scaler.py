@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -63,8 +64,10 @@ class GradientScaler:
         self._outcomes.append(finite)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settled factor and the count of clean steps."""
-        return {"factor": self.begin_backward(), "clean_steps": self._clean_steps}
+        """Return the factor of the next backward and the count of clean steps, and change neither."""
+        after = copy.copy(self)
+        after._outcomes = list(self._outcomes)
+        return {"factor": after.begin_backward(), "clean_steps": after._clean_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""

@@ -263,7 +263,7 @@ class PlainRun:
         for number, buffers in enumerate(self._buffers[0]):
             self._fill(number, buffers)
         states = [each.state_dict() for each in self._holders()]
-        return copy.deepcopy((states, self.generators, self._precision.factor_now()))
+        return copy.deepcopy((states, self.generators, self._precision.next_factor()))
 
     def _restore(self, saved: Any, *, modules_alone: bool = False) -> None:
         states, generators, factor = copy.deepcopy(saved)

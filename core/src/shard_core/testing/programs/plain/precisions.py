@@ -112,11 +112,9 @@ class PlainPrecision:
         """Return what the last loss was multiplied by; None where none ever is."""
         return self._factor if self._table.scaled else None
 
-    def factor_now(self) -> float:
-        """Return what a loss is multiplied by: after a step that was skipped, half of what it was."""
-        if self._overflowed:
-            self._factor, self._overflowed = self._factor / 2, False
-        return self._factor
+    def next_factor(self) -> float:
+        """Return what the next loss is multiplied by: after a step that was skipped, half of what it was."""
+        return self._factor / 2 if self._overflowed else self._factor
 
     def restore(self, factor: float) -> None:
         """Go on with a factor that was saved."""
@@ -142,7 +140,8 @@ class PlainPrecision:
             gradient: The output's.
             more: Torch's keywords.
         """
-        factor = self.factor_now()
+        factor = self._factor = self.next_factor()
+        self._overflowed = False
         held = [parameter for model in models for parameter in model.parameters()]
         working = self._working if self._copies else models
         computed = [parameter for model in working for parameter in model.parameters()]
