@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -218,8 +219,16 @@ def sparse_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+_DEEPEST = 4
+"""How many objects deep tensors of an output may stand inside one another."""
+_CLOSED = (type, types.ModuleType, torch.nn.Module)
+"""What holds tensors that are none of an output's."""
+
+
 def inside_objects(output: Any) -> list[torch.Tensor]:
     """List the tensors to train through that are attributes of objects in an output, where engines look for none.
+
+    Objects in objects are looked into a few deep: one of them may lead to all that a process holds.
 
     Args:
         output: What a forward has returned.
@@ -243,7 +252,12 @@ def inside_objects(output: Any) -> list[torch.Tensor]:
             if isinstance(each, torch.Tensor):
                 if depth and each.requires_grad:
                     found.append(each)
-            elif hasattr(each, "__dict__") and not isinstance(each, type | torch.nn.Module) and id(each) not in seen:
+            elif (
+                depth < _DEEPEST
+                and id(each) not in seen
+                and hasattr(each, "__dict__")
+                and not isinstance(each, _CLOSED)
+            ):
                 seen.add(id(each))
                 look(list(vars(each).values()), depth + 1)
 

@@ -85,6 +85,29 @@ def given_a_layer(name: str, late: bool) -> str:
         return "trained"
 
 
+def given_layers_in_turn(name: str) -> list[str]:
+    """Exchange a layer again and again, so that the memory of one is the next one's; return the refusals."""
+    with get_strategy(name) as strategy:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        own = strategy.unwrap(model)
+        refusals = []
+        for _ in range(3):
+            own[2] = nn.Linear(16, 2)
+            try:
+                strategy.setup_optimizer(torch.optim.SGD(own.parameters(), lr=0.1))
+            except SetupError as error:
+                refusals.append(str(error))
+        return refusals
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_exchanged_layer_is_refused(worlds: Any, name: str) -> None:
+    for refusals in worlds(2).run(given_layers_in_turn, name):
+        assert len(refusals) == 3, refusals
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_that_come_after_setup_are_refused_by_name(worlds: Any, name: str, late: bool) -> None:

@@ -41,7 +41,8 @@ class EntryMethods:
 
     The engine does both around the forward of a unit. A method other than forward calls submodules one by one; each
     of them, if it runs while no forward does, is what the unit has to be gathered for. A hook on the submodules that
-    hold parameters costs two to three microseconds a call; what is compiled is not watched inside.
+    hold parameters, or may read those inside them, costs two to three microseconds a call; what is compiled is not
+    watched inside.
 
     A forward of the module without gradients leaves nothing gathered: no backward would free it, and what is changed
     by hand afterwards, in what is gathered, would be missing from the shards. A method goes on with what is gathered.

@@ -221,7 +221,7 @@ class FullySharder:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say why torch cannot add up a unit's deferred gradients, whose row is not as long as the one before."""
+        """Translate torch's error of a unit's deferred gradients whose row is not as long as the one before."""
         try:
             yield
         except RuntimeError as error:

@@ -43,7 +43,8 @@ class SetUpModule:
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.
         sparse: Whether it has embeddings that were made with ``sparse=True``.
-        known: The parameters that setup has left in it, and those of its optimizers, by identity.
+        known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
+            its identity to what comes after.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
         last_inside: Whether the last backward, of whichever module, stood inside, so that no step may follow, whatever
             the engine deferred.
@@ -64,7 +65,7 @@ class SetUpModule:
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     sparse: bool = False
-    known: set[int] = dataclasses.field(default_factory=set)
+    known: set[torch.Tensor] = dataclasses.field(default_factory=set)
     inside_no_sync: bool = False
     last_inside: bool = False
 
@@ -94,9 +95,9 @@ class SetUpModule:
 
     def know(self) -> None:
         """Note the parameters that module and optimizers have now."""
-        self.known.update(map(id, self.module.parameters()))
+        self.known.update(self.module.parameters())
         for parameters, _ in self.accumulations():
-            self.known.update(map(id, parameters))
+            self.known.update(parameters)
 
     def check_known(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer steps nothing that was put into the module after setup.
@@ -107,17 +108,17 @@ class SetUpModule:
         Raises:
             SetupError: If it does: the gradient of such a parameter is that of one rank.
         """
-        stepped = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in self.known]
+        stepped = [each for group in optimizer.param_groups for each in group["params"] if each not in self.known]
         if not stepped:
             return
-        ours = {id(each): name for name, each in self.module.named_parameters()}
-        new = [ours[id(each)] for each in stepped if id(each) in ours]
+        ours = {each: name for name, each in self.module.named_parameters()}
+        new = [ours[each] for each in stepped if each in ours]
         if new:
             raise SetupError(
                 f"an optimizer steps {new[0]!r}, which was put into the module after setup: its gradient would be that "
                 "of each rank alone, and ranks would drift apart; change modules and add adapters before setup."
             )
-        self.known.update(map(id, stepped))
+        self.known.update(stepped)
 
     def never_trained(self) -> list[str]:
         """List the names of parameters that were frozen at setup and still are."""

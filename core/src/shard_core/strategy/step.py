@@ -288,13 +288,13 @@ def _factor(scaler: GradientScaler, accumulations: Sequence[Accumulation]) -> fl
         SetupError: If it comes through several modules whose gradients wait for other factors.
     """
     factor = scaler.begin_backward()
-    pending = {each.pending_factor for each in accumulations} - {None}
+    pending = {each.pending_factor for each in accumulations if each.pending_factor is not None}
     if len(pending) > 1:
         raise SetupError(
             "a loss comes through modules whose gradients were multiplied by different factors, since an optimizer has "
             "skipped a step between their backwards; step or zero the gradients of all of them first."
         )
-    return next((each for each in pending if each is not None), factor)
+    return next(iter(pending), factor)
 
 
 def _check_loss(loss: object, gradient: object) -> None:

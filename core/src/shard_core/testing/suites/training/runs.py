@@ -60,7 +60,11 @@ def train(
 
 
 def train_on(
-    strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[tuple[Any, ...]]
+    strategy: Strategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[tuple[Any, ...]],
+    loss_of: Callable[[Any], torch.Tensor] | None = None,
 ) -> Run:
     """Take plain steps with a model that is set up.
 
@@ -69,13 +73,15 @@ def train_on(
         model: What setup returned.
         optimizer: What setup returned.
         batches: Global batches, one for each step.
+        loss_of: Takes the loss from what the model returns; None where that is the loss.
 
     Returns:
         What this rank saw.
     """
     losses = []
     for batch in batches:
-        loss = model(*models.share_of(strategy, batch))
+        output = model(*models.share_of(strategy, batch))
+        loss = output if loss_of is None else loss_of(output)
         strategy.backward(loss, model)
         strategy.optimizer_step(optimizer)
         optimizer.zero_grad()

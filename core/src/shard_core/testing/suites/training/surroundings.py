@@ -12,8 +12,8 @@ from shard_core.errors import ShardError
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
-from shard_core.testing.suites.training.runs import BATCH, Run, assert_like
-from shard_core.testing.training import set_up, whole_weights
+from shard_core.testing.suites.training.runs import BATCH, Run, assert_like, train_on
+from shard_core.testing.training import set_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,29 +102,28 @@ def _sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
+def _extended(module: Any) -> torch.optim.Optimizer:
+    """Build the optimizer and extend the module by what it steps, too."""
+    optimizer = _sgd(module)
+    optimizer.add_param_group({"params": module.extend()})
+    return optimizer
+
+
 @functools.cache
 def _adapted_plainly() -> oracle.Trajectory:
-    torch.manual_seed(0)
-    model = _Extensible()
-    optimizer = _sgd(model)
-    optimizer.add_param_group({"params": model.extend()})
-    losses = []
-    for batch in models.batches("plain", _STEPS, BATCH):
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return oracle.Trajectory(losses=losses, norms=[], weights=model.state_dict())
+    return oracle.train(_Extensible, _extended, models.batches("plain", _STEPS, BATCH))
 
 
 @functools.cache
 def _objects_plainly() -> oracle.Trajectory:
     def loss_of(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        loss: torch.Tensor = model(*batch).loss
-        return loss
+        return _loss(model(*batch))
 
     return oracle.train(_Wrapping, _sgd, models.batches("plain", _STEPS, BATCH), loss_of=loss_of)
+
+
+def _loss(output: _Output) -> torch.Tensor:
+    return output.loss
 
 
 def train_with_adapter(subject: Subject) -> Run | str:
@@ -134,14 +133,7 @@ def train_with_adapter(subject: Subject) -> Run | str:
         try:
             own: Any = strategy.unwrap(model)
             optimizer.add_param_group({"params": own.extend()})
-            losses = []
-            for batch in models.batches("plain", _STEPS, BATCH):
-                loss = model(*models.share_of(strategy, batch))
-                strategy.backward(loss, model)
-                strategy.optimizer_step(optimizer)
-                optimizer.zero_grad()
-                losses.append(loss.item())
-            return Run(losses=losses, weights=whole_weights(strategy, model))
+            return train_on(strategy, model, optimizer, models.batches("plain", _STEPS, BATCH))
         except ShardError as refusal:
             return str(refusal)
 
@@ -151,13 +143,6 @@ def train_through_objects(subject: Subject) -> Run | str:
     with subject.strategy() as strategy:
         model, optimizer = set_up(strategy, _Wrapping, _sgd)
         try:
-            losses = []
-            for batch in models.batches("plain", _STEPS, BATCH):
-                loss = model(*models.share_of(strategy, batch)).loss
-                strategy.backward(loss, model)
-                strategy.optimizer_step(optimizer)
-                optimizer.zero_grad()
-                losses.append(loss.item())
-            return Run(losses=losses, weights=whole_weights(strategy, model))
+            return train_on(strategy, model, optimizer, models.batches("plain", _STEPS, BATCH), _loss)
         except ShardError as refusal:
             return str(refusal)
