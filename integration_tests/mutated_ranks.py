@@ -119,7 +119,9 @@ class _Noting(ast.NodeTransformer):
 
 
 def _noting(file: str) -> ast.Module:
-    return ast.fix_missing_locations(_Noting(file).visit(ast.parse(Path(file).read_bytes())))
+    module = ast.parse(Path(file).read_bytes())
+    _Noting(file).visit(module)
+    return ast.fix_missing_locations(module)
 
 
 class _Finder(MetaPathFinder):
