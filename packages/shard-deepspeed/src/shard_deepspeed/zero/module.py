@@ -14,6 +14,7 @@ from shard_core.backend import COUNTERS, LocalGradient, NoInferenceMode
 from shard_deepspeed import _versions
 from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
+from shard_deepspeed.zero.named_parameters import gather_listed, list_plainly
 from shard_deepspeed.zero.partitions import partitions, shard_part
 from shard_deepspeed.zero.trained_parameter import TrainedParameter
 from shard_deepspeed.zero.whole_loads import WholeLoads
@@ -64,6 +65,7 @@ class ZeroModule:
         ]
         if self._layout.lets_go:
             self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
+            gather_listed(module)
         # Before DeepSpeed's own, which gathers parameters of the module itself over what was written to them.
         self._hooks.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
         self._hooks.append(NoInferenceMode(module))
@@ -250,6 +252,7 @@ class ZeroModule:
             hook.remove()
         for each in self._trained.values():
             each.hide_gradient()
+        list_plainly(self._module)
         _versions.destroy(self.engine)
 
 
