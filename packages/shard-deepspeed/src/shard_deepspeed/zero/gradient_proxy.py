@@ -9,9 +9,17 @@ import torch
 
 from shard_core import SetupError
 
+aten = torch.ops.aten
+_ELEMENTWISE = {
+    *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.neg_.default, aten.sign_.default),
+    *(aten.mul_.Tensor, aten.div_.Tensor, aten.add_.Tensor, aten.sub_.Tensor),
+    *(aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default, aten.nan_to_num_.default),
+}
+"""What changes each element by itself, and by numbers that are the same for all."""
+
 
 class GradientProxy(torch.Tensor):
-    """A gradient's shape without its values: thrown away, zeroed or scaled, it is the part's; all else is refused.
+    """A gradient's shape without its values: thrown away or changed alike everywhere, it is the part's; else refused.
 
     Without it ``p.grad`` of a module's parameter would be None between a backward and a step, and loops over gradients,
     and ``module.zero_grad()``, would do nothing and say nothing.
@@ -41,13 +49,14 @@ class GradientProxy(torch.Tensor):
         """
         del types
         shown, *numbers = args
-        aten = torch.ops.aten
+        if func is aten.detach.default:  # of ``gradient.data``
+            return shown
         if func is aten._foreach_zero_.default:
             for each in shown:
                 each.zero_()
             return None
-        scales = func in (aten.zero_.default, aten.mul_.Tensor, aten.div_.Tensor) and isinstance(shown, cls)
-        if kwargs or not scales or any(isinstance(number, torch.Tensor) and number.dim() for number in numbers):
+        alike = func in _ELEMENTWISE and isinstance(shown, cls)
+        if kwargs or not alike or any(isinstance(number, torch.Tensor) and number.dim() for number in numbers):
             raise SetupError(
                 "a gradient was read or changed in .grad of a module's parameter, and it stands in .grad of this "
                 "rank's part, in optimizer.param_groups; clip with strategy.clip_gradients_norm, change the parts' "
