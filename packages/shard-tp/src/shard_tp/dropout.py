@@ -6,9 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -24,6 +24,8 @@ def draw_apart(module: nn.Module, mesh: DeviceMesh) -> None:
             layer.
         mesh: The tensor-parallel ranks.
     """
+    if isinstance(module, nn.Identity):
+        return  # PEFT's dropout of probability 0, which plain PyTorch draws nothing for
     rank = mesh.get_local_rank()
     entered: list[contextlib.ExitStack] = []
 

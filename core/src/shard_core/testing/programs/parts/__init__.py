@@ -22,6 +22,8 @@ PLAN = {
     "twice.layer": "rowwise_split_input",
     "adapter.down": "colwise",
     "adapter.up": "rowwise",
+    "lora.wide": "colwise",
+    "lora.narrow": "rowwise",
     "embedding.layer": "colwise_gather_output",
     "experts.experts.*": "colwise_gather_output",
     "dropout.layer": "colwise_gather_output",

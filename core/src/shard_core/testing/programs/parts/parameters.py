@@ -97,6 +97,32 @@ class _Adapter(Part):
         return torch.tanh(self.base(hidden) + self.up(self.down(hidden)))
 
 
+class _Lora(Part):
+    """Two frozen layers with adapters of trained ones inside, by the names that PEFT gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = _WithLora(WIDTH, 2 * WIDTH), _WithLora(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        out: torch.Tensor = self.narrow(torch.tanh(self.wide(hidden)))
+        return out
+
+
+class _WithLora(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, outputs, bias=False)})
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        low = self.lora_A["default"](self.lora_dropout["default"](hidden))
+        out: torch.Tensor = self.base_layer(hidden) + 2.0 * self.lora_B["default"](low)
+        return out
+
+
 class _Padded(Part):
     """An embedding one of whose rows is never trained."""
 
@@ -171,6 +197,7 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "empty": _Empty,
     "frozen": _Frozen,
     "adapter": _Adapter,
+    "lora": _Lora,
     "padded": _Padded,
     "sparse": _Sparse,
     "shared": _Shared,
