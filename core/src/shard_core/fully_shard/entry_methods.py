@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,10 +50,14 @@ class EntryMethods:
     Args:
         module: A module that was sharded.
         units: Its units, inner ones before those around them.
+        after: What is called when such a call, or the module's own, has ended, through which a backward may go.
     """
 
-    def __init__(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, units: Sequence[Unit], after: Callable[[], object] | None = None
+    ) -> None:
         self._module = module
+        self._after = after
         self._unit_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = dict.fromkeys(module.modules(), (module,))
         for unit in reversed(units):
             self._unit_of.update({part: unit.modules for each in unit.modules for part in each.modules()})
@@ -140,8 +144,11 @@ class EntryMethods:
             self._inside.remove()
             self._inside = None
             self._contexts.close()
-            if part is self._module and not torch.is_grad_enabled():
-                reshard(part)
+            if not torch.is_grad_enabled():
+                if part is self._module:
+                    reshard(part)
+            elif self._after is not None:
+                self._after()
 
     def _pass_on(self, unit: torch.nn.Module, output: Any) -> Any:
         self._output = output
