@@ -214,3 +214,102 @@ def test_hooks_see_and_change_what_they_would_in_plain_pytorch(
             if data["rank"] == 0 and one[2]:
                 for place in (2, 3, 4):
                     assert_same_weights(one[place], other[place], 1e-5)
+
+
+class Layer(nn.Module):
+    """A layer and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scale * self.linear(x)).square().mean()
+
+
+def rows(rank: int) -> torch.Tensor:
+    return torch.ones(2, 4) * (1 + rank)
+
+
+def penalized(strategy: Any, layer: Any, seen: Seen) -> None:
+    """Compute a part of the loss from a shard, first with a hook on it, then with none any more."""
+    weight = dict(layer.named_parameters())["linear.weight"]
+    handles = [layer.hook, weight.register_hook(functools.partial(_record, seen, "weight"))]
+    for hooked in (True, False):
+        loss = layer(rows(strategy.global_rank)) + weight.full_tensor().square().sum()
+        if hooked:
+            with pytest.raises(SetupError, match=r"shape \(4, 4\) outside the module's forward, and a hook"):
+                strategy.backward(loss, layer)
+            layer.zero_grad()
+            for handle in handles:
+                handle.remove()
+        else:
+            strategy.backward(loss, layer)
+
+
+def plainly_beside_a_scalar(strategy: Any, layer: Any, seen: Seen) -> None:
+    """Go backward past the strategy, which would average the scalar's gradient."""
+    with pytest.raises(SetupError, match=r"leave the gradient of a parameter of shape \(\), which is not sharded"):
+        layer(rows(strategy.global_rank)).backward()
+
+
+def past_a_forward(strategy: Any, layer: Any, seen: Seen) -> None:
+    """Register the first hooks after the first forward, and go backward past the strategy."""
+    layer.scale.requires_grad_(False)
+    loss = layer(rows(strategy.global_rank))
+    named = dict(layer.named_parameters())
+    named["linear.bias"].register_hook(functools.partial(_record, seen, "bias"))
+    named["linear.weight"].register_hook(functools.partial(_record, seen, "weight"))
+    loss.backward()
+
+
+def unfrozen(strategy: Any, layer: Any, seen: Seen) -> None:
+    """Train what was frozen at setup, with a hook from before."""
+    weight = dict(layer.named_parameters())["linear.weight"]
+    weight.requires_grad_(False)
+    for trained in (False, True, False, True):
+        weight.requires_grad_(trained)
+        strategy.backward(layer(rows(strategy.global_rank)), layer)
+
+
+ACTS = [penalized, past_a_forward, unfrozen, plainly_beside_a_scalar]
+
+
+def act_all(name: str, options: dict[str, Any]) -> list[Any]:
+    shown = []
+    for act in ACTS:
+        with get_strategy(name, accelerator="cpu", **options) as strategy:
+            torch.manual_seed(0)
+            layer: Any = Layer()
+            seen: Seen = defaultdict(list)
+            layer.hook = layer.linear.weight.register_hook(functools.partial(_record, seen, "before"))
+            layer.linear.weight.requires_grad_(act is not unfrozen)
+            layer = strategy.setup_module(layer)
+            act(strategy, layer, seen)
+            if act is not plainly_beside_a_scalar:
+                shown.append((dict(seen), strategy.module_gradients(layer)))
+    return shown
+
+
+@pytest.mark.parametrize(("name", "options"), [("fsdp", {}), ("tp", {"tensor_parallel_size": 1})])
+def test_hooks_of_shards_are_called_once_or_refused(worlds: Any, name: str, options: dict[str, Any]) -> None:
+    ranks = worlds(2).run(act_all, name, options)
+    own = []
+    for rank in (0, 1):
+        torch.manual_seed(0)
+        layer = Layer()
+        layer(rows(rank)).backward()
+        own.append({key: each.grad for key, each in layer.named_parameters()})
+    mean = {key: (one + own[1][key]) / 2 for key, one in own[0].items()}
+    penalty = {**mean, "linear.weight": mean["linear.weight"] + 2 * layer.linear.weight.detach()}
+    without = {key: each for key, each in mean.items() if key != "scale"}
+    summed = {key: (2 if key == "linear.weight" else 4) * each for key, each in mean.items()}
+    for shown, truth in zip(ranks[0], (penalty, without, summed), strict=True):
+        assert_same_weights(shown[1], truth, 1e-6)
+    for rank, (_, past, frozen) in enumerate(ranks):
+        weight, bias = own[rank]["linear.weight"], own[rank]["linear.bias"]
+        torch.testing.assert_close(past[0]["before"], [weight])
+        torch.testing.assert_close(frozen[0]["before"], [weight, weight])
+        torch.testing.assert_close(past[0]["weight"], [weight])
+        torch.testing.assert_close(past[0]["bias"], [bias])

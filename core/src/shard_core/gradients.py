@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 import types
@@ -231,6 +230,26 @@ def call_hooks(hooks: Hooks, gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
+class MovedHooks:
+    """What one tensor's gradients go through since its hooks were moved from another tensor.
+
+    Args:
+        hooks: These, as long as nothing has removed them.
+        call: Calls them with a gradient, and returns what they leave of it.
+    """
+
+    def __init__(self, hooks: Hooks, call: Callable[[Hooks, torch.Tensor], torch.Tensor]) -> None:
+        self._hooks, self._call = hooks, call
+
+    def __bool__(self) -> bool:
+        """Return whether there are any left."""
+        return bool(self._hooks)
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Call them."""
+        return self._call(self._hooks, gradient) if self._hooks else None
+
+
 def move_hooks(
     parameter: torch.Tensor, to: torch.Tensor, call: Callable[[Hooks, torch.Tensor], torch.Tensor] = call_hooks
 ) -> None:
@@ -247,7 +266,7 @@ def move_hooks(
     remove_gradient_hooks(parameter)
     trained = to.requires_grad
     to.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
-    to.register_hook(functools.partial(call, hooks))
+    to.register_hook(MovedHooks(hooks, call))
     to.requires_grad_(trained)
 
 

@@ -158,7 +158,7 @@ class FullySharder:
         self._gradients[module] = DeferredGradients(shards)
         self._hooks[module] = GradientHooks(module)
         self._hooks[module].move(names)
-        list_shards(module, EntryMethods(module, units, self._hooks[module].follow))
+        list_shards(module, EntryMethods(module, units, self._hooks[module].begin_backward))
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
             part.register_load_state_dict_pre_hook(functools.partial(_shard_full_tensors, weakref.ref(module)))
@@ -205,12 +205,10 @@ class FullySharder:
             for part in sharded.modules():
                 if isinstance(part, FSDPModule):
                     freeze_unsharded(part)
-        for each in self._gradients.values():  # the loss may have come through several modules
-            each.hide()
-        for hooks in self._hooks.values():
-            hooks.follow()
-        for sync in self._syncs.values():
-            sync.begin_backward()
+        begun: tuple[DeferredGradients | GradientHooks | DeferredSync, ...]
+        begun = (*self._gradients.values(), *self._hooks.values(), *self._syncs.values())
+        for each in begun:  # the loss may have come through several modules
+            each.begin_backward()
         self._in_backward = True
         try:
             with self._explained():
