@@ -108,7 +108,8 @@ class _Normalizing:
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         self.seen.append(gradient.detach())
-        return gradient / gradient.norm()
+        changed: torch.Tensor = gradient / gradient.norm()
+        return changed
 
 
 def _batches(name: str) -> list[tuple[Any, ...]]:
