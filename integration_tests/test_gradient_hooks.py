@@ -24,6 +24,7 @@ def split(model: Any, mesh: Any) -> None:
 SHARDING: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {"auto_wrap_policy": {nn.Linear}}),
+    "fsdp-compiled": ("fsdp", {}),
     "fsdp_cpu_offload": ("fsdp_cpu_offload", {}),
     "fsdp-kept": ("fsdp", {"reshard_after_forward": False, "ignored_states": ["up.bias"]}),
     "hsdp": ("hsdp", {"device_mesh": (2, 1)}),
@@ -130,6 +131,8 @@ def train(case: str, make: Callable[[Any], optim.Optimizer], plainly: bool) -> A
             net = Net(scalar=not plainly)
         hooks = Hooks(defaultdict(list))
         hooks.before_setup(net)
+        if case == "fsdp-compiled":
+            net.compile(backend="aot_eager")
         model, (optimizer,) = strategy.setup_module_and_optimizers(net, [make(net.parameters())])
         given = iter(batches())
         steps = []

@@ -1,5 +1,7 @@
 """Setup keeps objects, values and ties, and refuses what it cannot do."""
 
+import copy
+import functools
 from typing import Any, cast
 
 import pytest
@@ -212,3 +214,28 @@ def test_a_weight_that_is_used_densely_too_may_be_stepped_by_any_optimizer() -> 
     module[1].weight = module[0].weight
     with Dense(accelerator="cpu") as strategy:
         strategy.setup_module_and_optimizers(module, [torch.optim.AdamW(module.parameters(), lr=1.0)])
+
+
+def fitted(module: nn.Module, backward: Any, step: Any, called: nn.Module) -> torch.Tensor:
+    def closure() -> torch.Tensor:
+        module.zero_grad()
+        loss = called(torch.tensor([1, 2])).square().sum()
+        backward(loss)
+        return loss
+
+    step(closure)
+    return module[0].weight.detach().clone()
+
+
+def test_lbfgs_steps_dense_gradients_as_sparse_ones() -> None:
+    torch.manual_seed(0)
+    module = words()
+    twin = copy.deepcopy(module)
+    plain = torch.optim.LBFGS(twin.parameters(), lr=0.1)
+    truth = fitted(twin, torch.Tensor.backward, plain.step, twin)
+    with Dense(accelerator="cpu") as strategy:
+        called, (optimizer,) = strategy.setup_module_and_optimizers(
+            module, [torch.optim.LBFGS(module.parameters(), lr=0.1)]
+        )
+        step = functools.partial(strategy.optimizer_step, optimizer)
+        assert torch.allclose(fitted(module, lambda loss: strategy.backward(loss, called), step, called), truth)
