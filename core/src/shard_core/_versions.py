@@ -40,7 +40,8 @@ when torch shows what is compiled; importing its compiler only to ask takes seco
 public.
 
 ``Tensor._backward_hooks`` and ``_post_accumulate_grad_hooks``: what users have registered on a tensor, which goes with
-it when a module gets others. Checked on torch 2.13.0. They can go when torch lists hooks in public.
+it when a module gets others, or is called with the gradients of others. Checked on torch 2.9.0 and 2.13.0. They can go
+when torch lists hooks in public.
 
 ``METADATA_CLASSES`` and what stands beside it: the classes that the ``.metadata`` of ``torch.distributed.checkpoint``
 consist of, two of them private. They are never imported; a pickle that names others is refused. Checked on torch
@@ -120,6 +121,7 @@ __all__ = [
     "drop_deferred_gradients",
     "forget_tensors",
     "freeze_unsharded",
+    "gradient_hooks",
     "has_hooks",
     "identity",
     "in_backward",
@@ -129,8 +131,10 @@ __all__ = [
     "left_gradients",
     "loading_values",
     "read_shards_anew",
+    "remove_gradient_hooks",
     "replaced_trunc_normal",
     "set_local_tensor",
+    "shards_and_unsharded",
     "tree_leaves",
     "unset_fake_temporarily",
     "unsharded_parameters",
@@ -255,10 +259,25 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Callable[[torch.Tensor], torch.Tensor | None]]:
+    """Return the hooks that wait for the gradients of a tensor before they are added up."""
+    return tensor._backward_hooks or {}
+
+
+def remove_gradient_hooks(tensor: torch.Tensor) -> None:
+    """Have a tensor call none of its hooks, which what has registered them still holds."""
+    tensor._backward_hooks = None
+
+
+def shards_and_unsharded(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter | None]]:
+    """Iterate over a unit's shards, each with what the unit has computed with so far; nothing of other modules."""
+    parameters = (each for group in _unit_groups(module) for each in group.fsdp_params)
+    return ((each.sharded_param, getattr(each, "_unsharded_param", None)) for each in parameters)
+
+
 def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """List what a unit has computed with so far, each the same tensor in all its forwards; nothing of other modules."""
-    parameters = (each for group in _unit_groups(module) for each in group.fsdp_params)
-    return [each._unsharded_param for each in parameters if hasattr(each, "_unsharded_param")]
+    return [each for _, each in shards_and_unsharded(module) if each is not None]
 
 
 def left_gradients(module: torch.nn.Module) -> bool:

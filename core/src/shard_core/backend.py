@@ -37,6 +37,7 @@ from shard_core.gradients import (
     clip_values,
     inside_objects,
     local_gradients,
+    move_hooks,
     scale,
     total_norm,
 )
@@ -130,6 +131,7 @@ __all__ = [
     "local_part",
     "local_step",
     "make_contiguous",
+    "move_hooks",
     "needs_values",
     "offload_policy",
     "owned_step",

@@ -6,13 +6,13 @@ import dataclasses
 import hashlib
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shard_core._versions import tree_leaves
+from shard_core._versions import gradient_hooks, remove_gradient_hooks, tree_leaves
 from shard_core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -208,6 +208,66 @@ def on_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], object])
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(trained)
     return handle
+
+
+Hooks = Mapping[int, Callable[[torch.Tensor], torch.Tensor | None]]
+"""What users have registered by ``Tensor.register_hook``, in the order in which it is called."""
+
+
+def call_hooks(hooks: Hooks, gradient: torch.Tensor) -> torch.Tensor:
+    """Call hooks of ``Tensor.register_hook`` one after the other, as autograd does.
+
+    Args:
+        hooks: What is registered just now.
+        gradient: What the first is given.
+
+    Returns:
+        What the last has left.
+    """
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+class MovedHooks:
+    """What one tensor's gradients go through since its hooks were moved from another tensor.
+
+    Args:
+        hooks: These, as long as nothing has removed them.
+        call: Calls them with a gradient, and returns what they leave of it.
+    """
+
+    def __init__(self, hooks: Hooks, call: Callable[[Hooks, torch.Tensor], torch.Tensor]) -> None:
+        self._hooks, self._call = hooks, call
+
+    def __bool__(self) -> bool:
+        """Return whether there are any left."""
+        return bool(self._hooks)
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Call them."""
+        return self._call(self._hooks, gradient) if self._hooks else None
+
+
+def move_hooks(
+    parameter: torch.Tensor, to: torch.Tensor, call: Callable[[Hooks, torch.Tensor], torch.Tensor] = call_hooks
+) -> None:
+    """Have another tensor's gradients go through the hooks of a parameter; what removes one from there still does.
+
+    Args:
+        parameter: What setup takes out of the module; calls none of its hooks any more.
+        to: What stands in its place.
+        call: Calls the hooks with a gradient of that, and returns what they leave of it.
+    """
+    hooks = gradient_hooks(parameter)
+    if not hooks:
+        return
+    remove_gradient_hooks(parameter)
+    trained = to.requires_grad
+    to.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
+    to.register_hook(MovedHooks(hooks, call))
+    to.requires_grad_(trained)
 
 
 def sparse_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:

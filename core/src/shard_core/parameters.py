@@ -67,6 +67,10 @@ class ParameterNames:
         """Return the first name of a parameter the module had."""
         return self._owners[id(parameter)][1][0]
 
+    def find(self, parameter: torch.Tensor) -> str | None:
+        """Return the first name of a parameter; None if the module did not have it."""
+        return self.of(parameter) if parameter in self else None
+
     @property
     def ties(self) -> list[list[str]]:
         """The names of each parameter that has several."""

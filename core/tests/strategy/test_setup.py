@@ -1,5 +1,7 @@
 """Setup keeps objects, values and ties, and refuses what it cannot do."""
 
+import copy
+import functools
 from typing import Any, cast
 
 import pytest
@@ -148,32 +150,92 @@ class Dense(DDPStrategy):
     engine_takes_sparse_gradients = False
 
 
+def words() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
+
+
+NOT_ALIKE = pytest.raises(
+    SetupError, match=r"the embedding of '0.weight' was made with sparse=True, .* which this SparseAdam is not known to"
+)
+
+
 @pytest.mark.parametrize("late", [False, True])
-def test_sparse_gradients_are_refused_by_name_where_an_engine_sends_none(late: bool) -> None:
-    module = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    refused = pytest.raises(SetupError, match=r"the gradient of '0.weight' is sparse, .* make its embedding without")
+def test_optimizers_of_sparse_gradients_are_refused_where_an_engine_sends_none(late: bool) -> None:
+    module = words()
+    optimizer = torch.optim.SparseAdam(module.parameters(), lr=1.0)
     with Dense(accelerator="cpu") as strategy:
         if late:
             strategy.setup_module(module)
-            with refused:
+            with NOT_ALIKE:
                 strategy.setup_optimizer(optimizer)
         else:
-            with refused:
+            with NOT_ALIKE:
                 strategy.setup_module_and_optimizers(module, [optimizer])
+            assert module[0].sparse
 
 
-def test_sparse_gradients_are_refused_where_no_optimizer_steps_them() -> None:
-    module = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
+@pytest.mark.parametrize(("kind", "sparse"), [(Dense, False), (DDPStrategy, True)])
+def test_gradients_are_dense_where_an_engine_sends_no_sparse_ones(kind: type[DDPStrategy], sparse: bool) -> None:
+    module = words()
+    with kind(accelerator="cpu") as strategy:
+        called = strategy.setup_module(module)  # without an optimizer, whose step would be checked
+        strategy.backward(called(torch.tensor([1])).sum(), called)
+        assert module[0].weight.grad.is_sparse == sparse
+        optimizer = strategy.setup_optimizer(torch.optim.SGD(module.parameters(), lr=1.0))
+        strategy.optimizer_step(optimizer)
+    assert module[0].sparse
+
+
+class Broken(Dense):
+    """A strategy whose engine sets nothing up."""
+
+    def engine_setup(self, module: nn.Module, *others: Any) -> nn.Module:
+        assert not module[0].sparse
+        raise SetupError("no engine")
+
+
+def test_layers_compute_sparse_gradients_after_a_setup_that_failed() -> None:
+    module = words()
+    with Broken(accelerator="cpu") as strategy, pytest.raises(SetupError, match="no engine"):
+        strategy.setup_module(module)
+    assert module[0].sparse
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.AdamW])
+def test_a_frozen_embedding_may_be_sparse(kind: type[torch.optim.Optimizer]) -> None:
+    module = words()
+    module[0].requires_grad_(False)
     with Dense(accelerator="cpu") as strategy:
-        module = strategy.setup_module(module)
-        with torch.no_grad():
-            module(torch.tensor([1]))
-        with pytest.raises(SetupError, match=r"the gradient of '0.weight' is sparse, .* make its embedding without"):
-            strategy.backward(module(torch.tensor([1])).sum(), module)
+        strategy.setup_module_and_optimizers(module, [kind(module.parameters(), lr=1.0)])
 
 
-def test_a_frozen_embedding_may_be_sparse() -> None:
-    module = nn.Sequential(nn.Embedding(3, 2, sparse=True).requires_grad_(False), nn.Linear(2, 1))
+def test_a_weight_that_is_used_densely_too_may_be_stepped_by_any_optimizer() -> None:
+    module = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 3, bias=False))
+    module[1].weight = module[0].weight
     with Dense(accelerator="cpu") as strategy:
-        strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), lr=1.0)])
+        strategy.setup_module_and_optimizers(module, [torch.optim.AdamW(module.parameters(), lr=1.0)])
+
+
+def fitted(module: nn.Module, backward: Any, step: Any, called: nn.Module) -> torch.Tensor:
+    def closure() -> torch.Tensor:
+        module.zero_grad()
+        loss = called(torch.tensor([1, 2])).square().sum()
+        backward(loss)
+        return loss
+
+    step(closure)
+    return module[0].weight.detach().clone()
+
+
+def test_lbfgs_steps_dense_gradients_as_sparse_ones() -> None:
+    torch.manual_seed(0)
+    module = words()
+    twin = copy.deepcopy(module)
+    plain = torch.optim.LBFGS(twin.parameters(), lr=0.1)
+    truth = fitted(twin, torch.Tensor.backward, plain.step, twin)
+    with Dense(accelerator="cpu") as strategy:
+        called, (optimizer,) = strategy.setup_module_and_optimizers(
+            module, [torch.optim.LBFGS(module.parameters(), lr=0.1)]
+        )
+        step = functools.partial(strategy.optimizer_step, optimizer)
+        assert torch.allclose(fitted(module, lambda loss: strategy.backward(loss, called), step, called), truth)

@@ -59,6 +59,7 @@ ROGUES = {
     "hides_clip_value": Fault("clips_by_value"),
     "passes_non_finite": Fault("non_finite_norm_raises_everywhere"),
     "shows_sums": Fault("gradients_are_shown_whole"),
+    "loses_hooks": Fault("hooks_change_each_ranks_gradient"),
     "keeps_weights": Fault("changes_by_hand_count"),
     "assigns_outside": Fault("assigned_data_counts"),
     # what may stand between the calls of a step
@@ -76,6 +77,7 @@ ROGUES = {
     "breaks_ties": Fault("ties_stay_tied"),
     "thaws": Fault("frozen_parameters_stay_frozen"),
     "trains_the_unfrozen_alone": Fault("unfrozen_parameters_train"),
+    "divides_sparse_twice": Fault("sparse_embeddings_train"),
     "forgets_buffers": Fault("buffers_are_right"),
     "resets_learning_rate": Fault("schedulers_count_steps_once"),
     # what ranks have copies of

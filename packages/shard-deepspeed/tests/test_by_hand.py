@@ -252,6 +252,11 @@ def backward_around(strategy: Any, model: Any, optimizer: Any) -> None:
     model(*models.batches("plain", 1, _BATCH)[0]).backward()
 
 
+def hook_part(strategy: Any, model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"][0].register_hook(lambda gradient: gradient)
+    strategy.backward(model(*models.share_of(strategy, models.batches("plain", 1, _BATCH)[0])), model)
+
+
 def refused(stage: int, hands: list[Any]) -> list[str]:
     messages = []
     for hand in hands:
@@ -265,13 +270,17 @@ def refused(stage: int, hands: list[Any]) -> list[str]:
     return messages
 
 
+HANDS = [assign_gradient, clip_gradient, backward_around, assign_first, hook_part]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_that_are_not_there_are_refused(worlds: Any, stage: int) -> None:
-    for messages in worlds(2).run(refused, stage, [assign_gradient, clip_gradient, backward_around, assign_first]):
+    for messages in worlds(2).run(refused, stage, HANDS):
         assert "put into .grad of 'first.weight'" in messages[0]
         assert "strategy.clip_gradients_norm" in messages[1]
         assert "strategy.backward" in messages[2]
         assert messages[3] == messages[0]
+        assert "register it on the module's parameter" in messages[4]
 
 
 def deferred(strategy: Any, model: Any, optimizer: Any, share: Any) -> None:

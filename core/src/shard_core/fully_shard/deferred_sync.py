@@ -207,7 +207,7 @@ class DeferredGradients:
                 "are thrown away: begin them anew, and change gradients after the last backward, which is outside."
             )
 
-    def hide(self) -> None:
+    def begin_backward(self) -> None:
         """Remove the zeros before a backward adds gradients."""
         self._hidden, self._shown = self._shown, {}
         for name, shown in self._hidden.items():

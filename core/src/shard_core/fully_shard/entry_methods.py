@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shard_core._versions import in_backward, run_unit_hooks
+from shard_core._versions import in_backward, run_unit_hooks, tree_leaves
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.gradients import inside_objects
 from shard_core.inference_mode import without_inference_mode
@@ -50,10 +51,14 @@ class EntryMethods:
     Args:
         module: A module that was sharded.
         units: Its units, inner ones before those around them.
+        before_backward: What is called when a backward comes to what such a call, or the module's own, has returned.
     """
 
-    def __init__(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, units: Sequence[Unit], before_backward: Callable[[], None] | None = None
+    ) -> None:
         self._module = module
+        self._before_backward = before_backward
         self._unit_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = dict.fromkeys(module.modules(), (module,))
         for unit in reversed(units):
             self._unit_of.update({part: unit.modules for each in unit.modules for part in each.modules()})
@@ -128,6 +133,7 @@ class EntryMethods:
             hidden = inside_objects(output)
             if hidden:
                 self._pass_on(unit[0], hidden)
+            self._watch([*hidden, *tree_leaves(output)])
             if output is not None and part not in unit:
                 return self._pass_on(unit[0], output)
             # Torch sees by itself that a unit has run, but it waits for all of its modules.
@@ -143,6 +149,15 @@ class EntryMethods:
             if part is self._module and not torch.is_grad_enabled():
                 reshard(part)
 
+    def _watch(self, output: Sequence[Any]) -> None:
+        """Note when a backward comes to an output, but none that lives on, such as a parameter."""
+        if self._before_backward is None:
+            return
+        note = functools.partial(_call, self._before_backward)
+        for each in output:
+            if isinstance(each, torch.Tensor) and each.grad_fn is not None:
+                each.register_hook(note)
+
     def _pass_on(self, unit: torch.nn.Module, output: Any) -> Any:
         self._output = output
         try:
@@ -154,3 +169,8 @@ class EntryMethods:
     def _give_output(self, placeholder: None) -> Any:
         del placeholder
         return self._output
+
+
+def _call(function: Callable[[], None], gradient: torch.Tensor) -> None:
+    del gradient
+    function()

@@ -18,8 +18,9 @@ from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
+from shard_core.fully_shard.gradient_hooks import GradientHooks
 from shard_core.fully_shard.named_parameters import list_shards
-from shard_core.gradients import check_used_alike
+from shard_core.gradients import check_used_alike, is_differentiable, on_gradient
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.meta import initialise, needs_values
@@ -81,7 +82,9 @@ class FullySharder:
         self._replicas: weakref.WeakKeyDictionary[torch.nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
         self._syncs: weakref.WeakKeyDictionary[torch.nn.Module, DeferredSync] = weakref.WeakKeyDictionary()
         self._gradients: weakref.WeakKeyDictionary[torch.nn.Module, DeferredGradients] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[torch.nn.Module, GradientHooks] = weakref.WeakKeyDictionary()
         self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._in_backward = False
         self._recording: Recording | None = None
         self._leaves_parameters = False
 
@@ -147,11 +150,15 @@ class FullySharder:
         if self._leaves_parameters:
             self._refuse_unset(module)
         self._replicas[module] = AveragedGradients(_unsharded(module, kept), at_end=True)
+        for parameter in filter(is_differentiable, _unsharded(module, kept) if self._mesh.size() > 1 else ()):
+            on_gradient(parameter, self._check_backward)
         if self._deferred == "all_reduce":
             self._syncs[module] = DeferredSync(module, units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._gradients[module] = DeferredGradients(shards)
-        list_shards(module, EntryMethods(module, units))
+        self._hooks[module] = GradientHooks(module)
+        self._hooks[module].move(names)
+        list_shards(module, EntryMethods(module, units, self._hooks[module].begin_backward))
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
             part.register_load_state_dict_pre_hook(functools.partial(_shard_full_tensors, weakref.ref(module)))
@@ -198,12 +205,16 @@ class FullySharder:
             for part in sharded.modules():
                 if isinstance(part, FSDPModule):
                     freeze_unsharded(part)
-        for each in self._gradients.values():  # the loss may have come through several modules
-            each.hide()
-        for sync in self._syncs.values():
-            sync.begin_backward()
-        with self._explained():
-            yield
+        begun: tuple[DeferredGradients | GradientHooks | DeferredSync, ...]
+        begun = (*self._gradients.values(), *self._hooks.values(), *self._syncs.values())
+        for each in begun:  # the loss may have come through several modules
+            each.begin_backward()
+        self._in_backward = True
+        try:
+            with self._explained():
+                yield
+        finally:
+            self._in_backward = False
         came_through = {module}
         for sharded, gradients in self._gradients.items():
             if sharded in self._deferring:
@@ -218,6 +229,15 @@ class FullySharder:
         if self._mesh.size() > 1:  # else nothing is sent
             sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
             check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
+
+    def _check_backward(self, parameter: torch.Tensor) -> None:
+        """Refuse a gradient of what is whole on every rank where nothing would average it."""
+        if not self._in_backward:
+            raise SetupError(
+                f"loss.backward() would leave the gradient of a parameter of shape {tuple(parameter.shape)}, which is "
+                "not sharded, on its rank, and replicas would drift apart; call strategy.backward(loss, model), which "
+                "averages it."
+            )
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

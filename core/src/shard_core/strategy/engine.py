@@ -75,7 +75,8 @@ class Engine(abc.ABC):
     #: core refuses it: gradients that ``engine_backward`` alone averages would stay on their rank.
     engine_minds_plain_backward: ClassVar[bool] = False
 
-    #: Whether embeddings may be made with ``sparse=True``. Elsewhere core refuses to train them.
+    #: Whether the engine averages sparse gradients. Elsewhere embeddings that were made with ``sparse=True`` compute
+    #: dense ones while they are set up, and core refuses optimizers that step these otherwise.
     engine_takes_sparse_gradients: ClassVar[bool] = False
 
     #: Keywords of ``Tensor.backward`` that ``engine_backward`` honours; others are refused by name.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shard_core.preparation.layers import LayerCalls
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
     from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
+    from shard_core.strategy.sparse_gradients import FormerlySparse
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -42,7 +43,7 @@ class SetUpModule:
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.
-        sparse: Whether it has embeddings that were made with ``sparse=True``.
+        formerly_sparse: Its embeddings that were made with ``sparse=True``, where the engine has dense gradients alone.
         known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
             its identity to what comes after.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
@@ -64,7 +65,7 @@ class SetUpModule:
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
-    sparse: bool = False
+    formerly_sparse: FormerlySparse | None = None
     known: set[torch.Tensor] = dataclasses.field(default_factory=set)
     inside_no_sync: bool = False
     last_inside: bool = False
@@ -232,6 +233,8 @@ class Registry:
             known.pretrained.remove()
             known.partial_state.remove()
             known.layer_calls.restore()
+            if known.formerly_sparse is not None:
+                known.formerly_sparse.restore()
             for hook in known.hooks:
                 hook.remove()
             if known.forward_only is not None:

@@ -13,7 +13,7 @@ from shard_core._versions import is_compiled
 from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
-from shard_core.gradients import is_differentiable, on_gradient, sparse_parameters
+from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
@@ -24,6 +24,7 @@ from shard_core.strategy.lifecycle import StrategyLifecycle
 from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 from shard_core.strategy.quantization import refuse_quantized
 from shard_core.strategy.registry import SetUpModule
+from shard_core.strategy.sparse_gradients import FormerlySparse, make_state_dense
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -124,9 +125,11 @@ class StrategySetup(StrategyLifecycle):
         if known.optimizers:
             self._require(Capability.MULTIPLE_OPTIMIZERS)
         self.collectives.barrier("setup_optimizer")
+        self._check_steps_dense(known, optimizer)
         self._require_elementwise([optimizer])
-        self._require_dense(known.module)
         known.check_groups(optimizer)
+        if not type(self).engine_takes_sparse_gradients:
+            make_state_dense(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
         known.optimizers[optimizer] = Accumulation() if known.optimizers else known.unstepped
         known.check_known(optimizer)
@@ -200,18 +203,17 @@ class StrategySetup(StrategyLifecycle):
         self.setup_environment()
         kind = type(module).__name__  # engines may exchange the class
         self.collectives.barrier(f"setup of {kind}")
-        self._require_elementwise(optimizers)
-        if optimizers:
-            self._require_dense(module)
-        refuse_quantized(module)
         names = ParameterNames(module)
+        sparse = self._find_sparse(module, optimizers, names)
+        self._require_elementwise(optimizers)
+        refuse_quantized(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
         shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
         parameters = module.named_parameters(remove_duplicate=False)
         untrained = frozenset(plain_name(name) for name, each in parameters if not each.requires_grad)
         calls = LayerCalls(module)
-        with calls.exchanged():
+        with calls.exchanged(), sparse.made_dense() if sparse else contextlib.nullcontext():
             called = self.engine_setup(module, optimizers, names)
             check_hooks_kept(names, module)
             sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
@@ -244,7 +246,7 @@ class StrategySetup(StrategyLifecycle):
             ],
             untrained=untrained,
             frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
-            sparse=bool(sparse_parameters(module)),
+            formerly_sparse=sparse,
         )
         for owner in dict.fromkeys((module, called)):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
@@ -269,21 +271,35 @@ class StrategySetup(StrategyLifecycle):
 
     def _lay_out_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut whole tensors that ``optimizer.load_state_dict`` was given, as setup does with what is there already."""
+        if not type(self).engine_takes_sparse_gradients:
+            make_state_dense(optimizer)
         for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
             for slot, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     optimizer.state[parameter][slot] = self.engine_lay_out_state(parameter, slot, value)
 
-    def _require_dense(self, module: torch.nn.Module) -> None:
-        """Refuse to train what has sparse gradients, where the engine sends dense ones alone."""
+    def _find_sparse(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
+    ) -> FormerlySparse | None:
+        """Find what has sparse gradients that the engine does not take, and refuse optimizers that need them so."""
         if type(self).engine_takes_sparse_gradients:
+            return None
+        sparse = FormerlySparse(module, names)
+        for optimizer in optimizers:
+            sparse.check(optimizer, names.find, self.info.name)
+            make_state_dense(optimizer)
+        return sparse
+
+    def _check_steps_dense(self, known: SetUpModule, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer steps gradients as sparse ones that the engine has as dense ones."""
+        if known.formerly_sparse is None or not known.formerly_sparse.found:
             return
-        for name, parameter in sparse_parameters(module).items():
-            if parameter.requires_grad:
-                raise SetupError(
-                    f"the gradient of {plain_name(name)!r} is sparse, and strategy {self.info.name!r} sends dense ones "
-                    "alone; make its embedding without sparse=True, or freeze it with requires_grad_(False)."
-                )
+        parts = self.engine_flat_parts(known.module) or {}
+        names = {
+            parts[each].values if each in parts else each: plain_name(name)
+            for name, each in known.module.named_parameters()
+        }
+        known.formerly_sparse.check(optimizer, lambda each: names.get(each, known.names.find(each)), self.info.name)
 
     def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse on all ranks what rank 0 refuses; were each to judge for itself, some might go on alone."""

@@ -102,9 +102,6 @@ class StrategyStep(StrategySetup):
                     f"{name!r} was frozen at setup and no longer is; save a checkpoint and load it into a module that "
                     "is set up with it unfrozen",
                 )
-        for each in self._registry:  # that no optimizer steps, which setup takes: it may have been for inference
-            if each.sparse and not each.optimizers and any(reached_by(loss, [each.module])):
-                self._require_dense(each.module)
         scaler = self.precision.scaler
         reached = [known, *self._also_reached(loss, known, denominator)]
         for each in reached:
@@ -199,6 +196,7 @@ class StrategyStep(StrategySetup):
         self._saves.begin_step()
         known = self._registry.owner(optimizer)
         known.check_known(optimizer)
+        self._check_steps_dense(known, optimizer)
         if closure is None:
             finite = self._finish(optimizer)
             if self.precision.scaler is not None:

@@ -253,6 +253,7 @@ def test_one_strategy_goes_on_as_itself_alone():
         (ops.UpdateAverage(),),
         (ops.ShowAverage(key=1),),
         (ops.Freeze(part="norm"),),
+        (ops.HookGradients(part="norm"),),
         (ops.Step(optimizer=1),),
         (ops.Forward(module=1, key=0),),
         (ops.ZeroGrad(of_module=True, which=1),),

@@ -41,3 +41,13 @@ def _with_own_values(tensors: Iterable[torch.Tensor], setup: Any, *arguments: An
     for tensor, own in kept:
         tensor.data.copy_(own)
     return ready
+
+
+class DividesSparseTwice(Rogue):
+    """Averages sparse gradients, and divides them by the number of ranks once more."""
+
+    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
+        self.inner.backward(loss, module, **more)
+        for parameter in module.parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad.div_(self.inner.world_size)

@@ -75,6 +75,16 @@ class BreaksTies(Rogue):
         return self.inner.setup_module_and_optimizers(module, optimizers)
 
 
+class LosesHooks(Rogue):
+    """Gives the module other parameters than those that hooks were registered on, and lists these."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        for parameter in module.parameters():
+            parameter._backward_hooks = None
+            parameter.register_hook = lambda hook: None
+        return self.inner.setup_module_and_optimizers(module, optimizers)
+
+
 class Thaws(Rogue):
     """Trains frozen parameters too."""
 

@@ -46,6 +46,9 @@ The engine's public methods repeat the configuration. They can go when DeepSpeed
 
 ``Tensor._version``: how often a tensor was written to in place. It is torch's own name for it, and documented in its
 notes on autograd alone.
+
+``Tensor._backward_hooks`` and ``_post_accumulate_grad_hooks``: whether users have registered hooks on a part, which
+nothing would call. They can go when torch lists hooks in public.
 """
 
 from __future__ import annotations
@@ -74,6 +77,11 @@ def import_deepspeed(device_type: str) -> Any:
     renamed = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
     warnings.filterwarnings("ignore", category=FutureWarning, message=renamed)
     return deepspeed
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks wait for the gradients of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 @contextlib.contextmanager

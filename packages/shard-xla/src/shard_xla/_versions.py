@@ -56,7 +56,7 @@ has reached, and what earlier ones have left on the rank waits for good if the l
 torch_xla 2.9.0. It can go when the end of ``no_sync`` sends all gradients.
 
 ``torch.Tensor._version``, ``_backward_hooks`` and ``_post_accumulate_grad_hooks``: whether a tensor was changed in
-place, and which hooks it has. Checked on torch 2.9.0. They can go when there are public names for them.
+place, and how many hooks it has. Checked on torch 2.9.0. They can go when there are public names for them.
 
 ``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls layers again from
 there. Checked on torch 2.9.0. It can go when torch shows it in public.
@@ -71,9 +71,8 @@ registers shards where parameters were.
 
 from __future__ import annotations
 
-import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -191,25 +190,6 @@ def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
     with torch.autograd._unsafe_preserve_version_counter(tensor):
         torch_xla._XLAC._replace_xla_tensor(tensor, value)
-
-
-def move_hooks(parameter: torch.Tensor, to: torch.Tensor) -> None:
-    """Have another tensor's gradient go through the hooks of a parameter; what removes one from there still does."""
-    hooks = parameter._backward_hooks
-    if not hooks:
-        return
-    parameter._backward_hooks = None
-    trained = to.requires_grad
-    to.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
-    to.register_hook(functools.partial(_through, hooks))
-    to.requires_grad_(trained)
-
-
-def _through(hooks: Mapping[int, Callable[[torch.Tensor], torch.Tensor | None]], gradient: torch.Tensor) -> Any:
-    for hook in list(hooks.values()):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
 
 
 def send_gradients(unit: Any, wholes: Sequence[torch.Tensor]) -> None:

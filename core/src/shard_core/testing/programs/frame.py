@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from shard_core.plugins.info import StrategyInfo
 
-_RARE = {"empty": 0.3, "sparse": 0.3, "hooked_parameter": 0.2, "weighed": 0.3}
+_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.3}
 """How often a part is drawn, where less often than the others."""
 _WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
 

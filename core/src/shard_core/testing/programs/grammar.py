@@ -168,6 +168,7 @@ def _odd(
     forwards = [
         how for how in ops.WAYS[ops.Forward] if how != "method" or Capability.ENTRY_METHODS in card.capabilities
     ]
+    on_cpu = "cpu" in card.devices
     averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key)] * 4  # few programs have an average
     proposals: list[Operation] = [
         *(averaging if program.averaged else ()),
@@ -193,6 +194,7 @@ def _odd(
         *[ops.AddGroup(optimizer=which, rate=chance.choice([0.01, 0.1]), decay=chance.choice([0.0, 0.1]))] * 3,
         ops.StepScheduler(optimizer=which),
         ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
+        *[ops.HookGradients(module=number, part=chance.choice(program.models[number].parts))] * on_cpu,
         ops.ShowWeights(),
         ops.ShowParameters(module=number),
         ops.ShowGradients(module=number),

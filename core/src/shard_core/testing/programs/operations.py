@@ -153,6 +153,15 @@ class Freeze:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HookGradients:
+    """Multiply the gradients of a part's trained parameters from now on, in hooks."""
+
+    module: int = 0
+    part: str
+    factor: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateAverage:
     """Add the first module's weights to their exponential moving average."""
 
@@ -289,6 +298,7 @@ Operation = (
     | AddGroup
     | StepScheduler
     | Freeze
+    | HookGradients
     | UpdateAverage
     | ShowAverage
     | ShowWeights

@@ -118,6 +118,7 @@ LEFT_OUT = (
     "LBFGS, which evaluates its closure as often as the loss of one rank says; SparseAdam, which steps sparse "
     "gradients alone; Rprop, which steps by the sign of a gradient, be it rounding",
     "hooks on accumulated gradients, which see each rank's own",
+    "hooks from after setup where devices are not CPUs: xla_fsdp refuses them, as its page says",
     "weights read by a layer around the units that they belong to, before these run",
     "a step with gradients that were made infinite: all that follows would be no number",
     "clipping, a gradient scaler, weight decay, fused kernels and all optimizers but SGD without momentum and Adagrad "

@@ -127,6 +127,13 @@ def _(operation: ops.Freeze, *_: object) -> Lines:
     return [f"{part}.requires_grad_({operation.trained})"], []
 
 
+@statements.register(ops.HookGradients)
+def _(operation: ops.HookGradients, *_: object) -> Lines:
+    part = f"strategy.unwrap({MODULES[operation.module]}).parts[{operation.part!r}]"
+    hook = f"parameter.register_hook(lambda gradient: {operation.factor} * gradient)"
+    return [f"for parameter in {part}.parameters():", "    if parameter.requires_grad:", f"        {hook}"], []
+
+
 @statements.register(ops.UpdateAverage)
 def _(*_: object) -> Lines:
     return ["average.update()"], []

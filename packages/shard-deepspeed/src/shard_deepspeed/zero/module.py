@@ -134,6 +134,7 @@ class ZeroModule:
         self.follow_gradients()
         self._drop_discarded()
         for each in self._trained.values():
+            each.check_hooks()
             each.hide_deferred()
             each.passed = each.reached = False
             each.hide_gradient()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shard_core import SetupError
+from shard_deepspeed import _versions
 from shard_deepspeed.zero.gradient_proxy import GradientProxy
 
 if TYPE_CHECKING:
@@ -60,6 +61,18 @@ class TrainedParameter:
         self.passed = True
         if parameter.requires_grad:
             self.reached = self.waits = True
+
+    def check_hooks(self) -> None:
+        """Check that there is no hook on the part.
+
+        Raises:
+            SetupError: If there is.
+        """
+        if self.part.values is not self.parameter and _versions.has_hooks(self.part.values):
+            raise SetupError(
+                f"what the optimizer holds of {self.name!r} has a hook on its gradient, which would not be called: "
+                "gradients are put there after the backward; register it on the module's parameter."
+            )
 
     def drop_zeros(self) -> None:
         """Remove what ``fill_frozen`` has put there and DeepSpeed has left."""

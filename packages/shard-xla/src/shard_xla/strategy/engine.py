@@ -17,7 +17,6 @@ class XLAEngine(Engine):
     """Builds on the host and draws random numbers on the device; to be inherited beside ``Strategy``, before it."""
 
     config: XLAFSDPConfig | XLASPMDConfig
-    engine_takes_sparse_gradients = True  # FormerlySparse says of which optimizers
 
     def engine_check_options(self) -> None:
         """Check that the accelerator is one of XLA's."""

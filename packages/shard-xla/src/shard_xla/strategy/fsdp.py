@@ -40,7 +40,6 @@ from shard_xla.strategy.named_parameters import list_wholes_inside
 from shard_xla.strategy.optimizers import check_stale_parameters, flat_value, repoint_to_shards
 from shard_xla.strategy.recompilation import RecompilationWatch
 from shard_xla.strategy.running_variance import correct_running_variances
-from shard_xla.strategy.sparse_gradients import FormerlySparse
 from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
@@ -52,10 +51,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Sharded:
-    """A module that was set up: where its tensors are, which gradients were sparse, and, weakly, what computes."""
+    """A module that was set up: where its tensors are, and, weakly, what computes."""
 
     tensors: ModuleTensors
-    sparse: FormerlySparse
     hooks: weakref.ref[FullParameterHooks]
 
 
@@ -97,7 +95,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         """Shard rank 0's values over all ranks; shards stand under their parameters' names in the module."""
         check_on_host(names)
         send_values(module)
-        tensors, sparse = ModuleTensors(module), FormerlySparse(module)
+        tensors = ModuleTensors(module)
         correct_running_variances(module)
         keep_empty_batches_in_graph(module)
         root = units.shard(module, self.config, rank=self.global_rank, world_size=self.world_size)
@@ -105,13 +103,12 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         hooks = FullParameterHooks(root, {id(tensors.places[name].tensor): name for name in tensors.places})
         hooks.take_users_hooks(names)
         hooks.check_messages(functools.partial(check_used_alike, collectives=self.collectives))
-        self._sharded[module] = _Sharded(tensors, sparse, weakref.ref(hooks))
+        self._sharded[module] = _Sharded(tensors, weakref.ref(hooks))
         call_through(module, root)
         list_wholes_inside(root)
         take_own_names(module)
         take_whole_values(module, tensors, self.global_rank)
         repoint_to_shards(optimizers, names, tensors, self.global_rank)
-        sparse.check(optimizers)
         release(names)
         NoInferenceMode(root)
         return root
@@ -121,7 +118,6 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
     ) -> None:
         """Point the optimizer at the shards."""
         repoint_to_shards([optimizer], names, self._sharded[module].tensors, self.global_rank)
-        self._sharded[module].sparse.check([optimizer])
 
     def engine_lay_out_state(self, parameter: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
         """Slice whole values to this rank's shards."""
@@ -166,8 +162,6 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         import torch_xla
 
         check_stale_parameters(self.info.name, optimizer, self._sharded)
-        for sharded in self._sharded.values():
-            sharded.sparse.check([optimizer])
         for hooks in self._hooks() if closure is None else ():
             hooks.check_sent(optimizer)
         with stepping_lists(optimizer):

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shard_core import SetupError
+from shard_core.backend import move_hooks
 from shard_xla import _versions
 from shard_xla.collectives import ReduceScatter
 from shard_xla.strategy.full_parameter import FullParameter
@@ -62,7 +63,7 @@ class FullParameterHooks:
         """
         wholes = {each.name: each.full for each in self._parameters}
         for parameter in names.parameters():
-            _versions.move_hooks(parameter, wholes[names.of(parameter)])
+            move_hooks(parameter, wholes[names.of(parameter)])
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, rele
 from shard_xla.strategy.optimizers import check_stale_parameters, repoint_to_devices, spread_value
 from shard_xla.strategy.recompilation import RecompilationWatch
 from shard_xla.strategy.running_variance import correct_running_variances
-from shard_xla.strategy.sparse_gradients import FormerlySparse
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.units import check_classes
 
@@ -48,7 +47,6 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     engine_collectives_types = {"single": SingleCollectives}  # devices communicate inside the compiled graph
     engine_keeps_torch_tensors = False  # a copy of a tensor would be on one device
     _tensors: weakref.WeakKeyDictionary[torch.nn.Module, ModuleTensors]
-    _sparse: weakref.WeakKeyDictionary[torch.nn.Module, FormerlySparse]
     _watch: RecompilationWatch
     _devices: Any
 
@@ -56,7 +54,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         """Start the devices; none of them is a rank."""
         runtime.check_accelerator(self.info.name, self.options.accelerator)
         runtime.start(self.info.name, devices=self.config.virtual_devices, spmd=True)
-        self._tensors, self._sparse = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+        self._tensors = weakref.WeakKeyDictionary()
         self._watch = RecompilationWatch()
         self._devices = spmd_sharding.make_mesh()
         return None
@@ -67,7 +65,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         """Move the module to the devices, tied as it is, and shard it."""
         check_on_host(names)
         check_classes(module, self.config)
-        tensors, self._sparse[module] = ModuleTensors(module), FormerlySparse(module)
+        tensors = ModuleTensors(module)
         correct_running_variances(module)
         keep_empty_batches_in_graph(module)
         spmd_sharding.to_device(module, self.root_device)
@@ -75,7 +73,6 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
             spmd_sharding.shard_tensor(parameter, self._devices)
         self._tensors[module] = tensors
         repoint_to_devices(optimizers, names, tensors, self._devices)
-        self._sparse[module].check(optimizers)
         release(names)
         root = spmd_sharding.wrap(module, self.config, self._devices)
         take_own_names(module)
@@ -87,7 +84,6 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
     ) -> None:
         """Point the optimizer at the parameters on the devices."""
         repoint_to_devices([optimizer], names, self._tensors[module], self._devices)
-        self._sparse[module].check([optimizer])
 
     def engine_lay_out_state(self, parameter: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
         """Spread whole values over the devices."""
@@ -99,8 +95,6 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         import torch_xla
 
         check_stale_parameters(self.info.name, optimizer, self._tensors)
-        for sparse in self._sparse.values():
-            sparse.check([optimizer])
         with stepping_lists(optimizer):
             super().engine_step(optimizer, closure, **kwargs)
         torch_xla.sync()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shard_xla._versions import move_hooks
+from shard_core.backend import move_hooks
 
 if TYPE_CHECKING:
     from torch import nn

@@ -145,6 +145,15 @@ class Oracle(PlainRun):
         self.models[operation.module].parts[operation.part].requires_grad_(operation.trained)
         return {}
 
+    @_on_all.register(ops.HookGradients)
+    def _(self, operation: ops.HookGradients) -> Values:
+        model = self.models[operation.module]
+        for each in {model, self._precision.working(operation.module, model)}:
+            for parameter in each.parts[operation.part].parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(functools.partial(torch.mul, operation.factor))
+        return {}
+
     @_on_all.register(ops.UpdateAverage)
     def _(self, operation: ops.UpdateAverage) -> Values:
         del operation

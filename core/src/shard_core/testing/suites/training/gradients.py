@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shard_core.capability import Capability
+from shard_core.errors import ShardError
 from shard_core.testing import models, oracle, plain_descent
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
@@ -26,6 +27,7 @@ _CLIP = 0.05
 """Far below any norm here."""
 
 _WHOLE = "gradients_are_shown_whole"
+_HOOKED, _HOOKED_STEPS = "first.weight", 3
 
 Gradients = dict[str, torch.Tensor]
 
@@ -73,6 +75,42 @@ class Shown(Suite):
         truth = _looks_in_plain_pytorch("uneven")[0][_MICRO - 1]
         oracle.assert_same_weights(ranks.run(look_at_sums)[0], truth, _BOUND, elementwise=True)
 
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @promise(after=("averages_gradients",))
+    def test_hooks_change_each_ranks_gradient(self, ranks: Ranks, when: str) -> None:
+        """A hook on a parameter's gradient sees the whole one of this rank's samples; what it returns is averaged.
+
+        Registered before setup, or after it on what the module lists. A strategy may refuse such hooks instead, on
+        every rank and before the step, with a ``ShardError`` that names the parameter.
+
+        Usual cause:
+            Setup gives the module other parameters than those with the hooks; or hooks are called with shards, or with
+            what was averaged already.
+        """
+        answers = ranks.run(train_hooked, when)
+        if all(isinstance(answer, str) for answer in answers):
+            assert all(_HOOKED in answer for answer in answers), f"the refusal does not name {_HOOKED!r}: {answers}"
+            return
+        assert not any(isinstance(answer, str) for answer in answers), f"only some ranks refused: {answers}"
+        for (rank, data_ranks), seen, weights in answers:
+            theirs, truth = _hooked_plainly(data_ranks)
+            assert len(seen) == len(theirs[rank]), f"the hook was called {len(seen)} times in {_HOOKED_STEPS} backwards"
+            for mine, expected in zip(seen, theirs[rank], strict=True):
+                oracle.assert_same_weights({_HOOKED: mine}, {_HOOKED: expected}, _BOUND)
+            oracle.assert_same_weights(weights, truth, _BOUND)
+
+
+class _Normalizing:
+    """A hook that keeps what it sees and returns it with norm 1, which is not the same before averaging and after."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.seen.append(gradient.detach())
+        changed: torch.Tensor = gradient / gradient.norm()
+        return changed
+
 
 def _batches(name: str) -> list[tuple[Any, ...]]:
     return list(models.batches(name, _MICRO, _BATCH))
@@ -100,6 +138,26 @@ def _looks_in_plain_pytorch(name: str) -> tuple[list[Gradients], Gradients]:
 
 
 @functools.cache
+def _hooked_plainly(data_ranks: int) -> tuple[list[list[torch.Tensor]], Gradients]:
+    """Return what the hook sees on each data rank, and the weights at the end."""
+    torch.manual_seed(0)
+    model = models.make("plain")
+    optimizer = plain_descent.make_optimizer(model)
+    hook = _Normalizing()
+    dict(model.named_parameters())[_HOOKED].register_hook(hook)
+    for batch in models.batches("plain", _HOOKED_STEPS, _BATCH):
+        for rank in range(data_ranks):
+            model(*models.share(batch, rank, data_ranks)).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= data_ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = [[each.clone() for each in hook.seen[rank::data_ranks]] for rank in range(data_ranks)]
+    return seen, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+@functools.cache
 def _gradients_of_two() -> tuple[Gradients, Gradients]:
     torch.manual_seed(0)
     first, second = torch.nn.Linear(6, 6), models.make("plain")
@@ -120,6 +178,34 @@ def look(subject: Subject, name: str) -> tuple[list[Gradients], Gradients]:
         looks.append(strategy.module_gradients(model))
         strategy.optimizer_step(optimizer)
         return looks, whole_weights(strategy, model)
+
+
+def train_hooked(subject: Subject, when: str) -> tuple[tuple[int, int], list[torch.Tensor], Gradients] | str:
+    """Train with a hook on a parameter, or return the strategy's error.
+
+    Returns:
+        This data rank and their number, what the hook has seen, and the weights.
+    """
+    hook = _Normalizing()
+    with subject.strategy() as strategy:
+        strategy.seed_everything(0)
+        with strategy.module_init_context():
+            made = models.make("plain")
+        if when == "before":
+            dict(made.named_parameters())[_HOOKED].register_hook(hook)
+        data = strategy.distributed_sampler_kwargs
+        try:
+            model, optimizer = _set_up(strategy, made)
+            if when == "after":
+                dict(strategy.unwrap(model).named_parameters())[_HOOKED].register_hook(hook)
+            for batch in models.batches("plain", _HOOKED_STEPS, _BATCH):
+                strategy.backward(model(*models.share_of(strategy, batch)), model)
+                strategy.optimizer_step(optimizer)
+                optimizer.zero_grad()
+        except ShardError as refusal:
+            return str(refusal)
+        seen = [each.cpu() for each in hook.seen]
+        return (data["rank"], data["num_replicas"]), seen, whole_weights(strategy, model)
 
 
 def look_at_two(subject: Subject) -> tuple[Gradients, Gradients]:

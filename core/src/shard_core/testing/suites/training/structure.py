@@ -131,6 +131,30 @@ class Structure(Suite):
             oracle.assert_same_weights(buffers, truth, 0)
         assert_like([run for run, _ in answers], _trained("buffers", "sgd"))
 
+    @promise(after=("averages_gradients",))
+    def test_sparse_embeddings_train(self, ranks: Ranks) -> None:
+        """An embedding that was made with ``sparse=True`` trains as in plain PyTorch, beside layers without.
+
+        Usual cause:
+            Sparse gradients cannot be sent and stay on their rank, or are divided by the number of ranks once more than
+            dense ones.
+        """
+        assert_like(ranks.run(train, _Words, _rolling, _STEPS), _words_plainly())
+
+
+class _Words(nn.Module):
+    """An embedding with sparse gradients, some of whose rows a batch leaves out, before layers without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 6, sparse=True)
+        self.inner = models.make("plain")
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        rows = (3 * inputs.sum(-1)).long() % 5
+        loss: torch.Tensor = self.inner(inputs + self.table(rows), targets)
+        return loss
+
 
 class _Sometimes(nn.Module):
     """A layer that only every second step uses."""
@@ -180,6 +204,27 @@ def _decaying(module: nn.Module) -> torch.optim.Optimizer:
 def _descending(module: nn.Module) -> torch.optim.Optimizer:
     """Build an optimizer that hides no wrong scale over all parameters, trained or not."""
     return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def _rolling(module: nn.Module) -> torch.optim.Optimizer:
+    """Build an optimizer that moves rows on that a gradient has left out."""
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+@functools.cache
+def _words_plainly() -> oracle.Trajectory:
+    torch.manual_seed(0)
+    model = _Words()
+    optimizer = _rolling(model)
+    losses = []
+    for batch in models.batches("plain", _STEPS, BATCH):
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    return oracle.Trajectory(losses=losses, norms=[], weights=weights)
 
 
 @functools.cache

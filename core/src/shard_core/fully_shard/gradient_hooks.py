@@ -1,0 +1,120 @@
+"""Hooks on the gradients of parameters, which users register on shards and autograd calls on what computes."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from shard_core._versions import gradient_hooks, shards_and_unsharded
+from shard_core.errors import SetupError
+from shard_core.gradients import MovedHooks, call_hooks, move_hooks
+from shard_core.parameters import plain_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from shard_core.gradients import Hooks
+    from shard_core.parameters import ParameterNames
+
+
+class GradientHooks:
+    """Has whole gradients go through the hooks that users put on parameters before setup, and on shards after it.
+
+    What a unit computes with is one tensor for each parameter in all its forwards, made by the first; autograd adds up
+    what a backward leaves there, and calls its hooks, as it does in plain PyTorch for the parameter.
+
+    Args:
+        module: A module that was sharded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # which holds this
+        self._relays: dict[torch.Tensor, _Relay] = {}
+        self._guarded: set[torch.Tensor] = set()
+
+    def move(self, names: ParameterNames) -> None:
+        """Move hooks of parameters to the shards that setup has made of them.
+
+        Args:
+            names: The parameters of before.
+        """
+        module = self._module()
+        assert module is not None
+        now = {plain_name(name): each for name, each in module.named_parameters(remove_duplicate=False)}
+        for parameter in names.parameters():
+            if now[names.of(parameter)] is not parameter:
+                move_hooks(parameter, now[names.of(parameter)], _call_with_whole)
+        self.begin_backward()
+
+    def begin_backward(self) -> None:
+        """Have gradients go through the hooks that shards have now, when a backward begins."""
+        module = self._module()
+        parts = [] if module is None else [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for shard, unsharded in itertools.chain.from_iterable(map(shards_and_unsharded, parts)):
+            if gradient_hooks(shard):
+                self._follow(shard, unsharded)
+
+    def _follow(self, shard: torch.Tensor, unsharded: torch.Tensor | None) -> None:
+        if shard.requires_grad and shard not in self._guarded:
+            shard.register_hook(_Guard(shard))
+            self._guarded.add(shard)
+        if unsharded in self._relays:
+            self._relays[unsharded].shard = shard
+        elif unsharded is not None and unsharded.requires_grad:
+            self._relays[unsharded] = _Relay(shard)
+            unsharded.register_hook(self._relays[unsharded])
+
+
+class _Relay:
+    """Calls the hooks that a shard has with the gradient of what computes.
+
+    Attributes:
+        shard: The parameter as users have it.
+    """
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self.shard = shard
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        hooks = _left(self.shard)
+        return _call_with_whole(hooks, gradient) if hooks else None
+
+
+class _Guard:
+    """Refuses, as a hook of a shard, what autograd calls itself: a gradient past the units, which is not all of it."""
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self._shard = weakref.ref(shard)  # which holds this
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        shard = self._shard()
+        if shard is not None and _left(shard):
+            raise SetupError(
+                f"the loss reads a parameter of shape {tuple(gradient.shape)} outside the module's forward, and a hook "
+                "on its gradient would see that part of it apart from the other; compute that part of the loss inside "
+                "forward, or remove the hook."
+            )
+
+
+def _left(shard: torch.Tensor) -> Hooks:
+    """Return the hooks of a shard that users have not removed."""
+    return {
+        number: hook
+        for number, hook in gradient_hooks(shard).items()
+        if not isinstance(hook, _Guard) and (not isinstance(hook, MovedHooks) or hook)
+    }
+
+
+def _call_with_whole(hooks: Hooks, gradient: torch.Tensor) -> torch.Tensor:
+    """Call hooks with the whole of a gradient, of which every rank that shares a layer may have a part."""
+    if not isinstance(gradient, DTensor):
+        return call_hooks(hooks, gradient)
+    # All of these ranks come here, and in the same order.
+    changed = call_hooks(hooks, gradient.full_tensor())
+    placements = [Replicate() if isinstance(each, Partial) else each for each in gradient.placements]
+    return distribute_tensor(changed, gradient.device_mesh, placements, src_data_rank=None)
