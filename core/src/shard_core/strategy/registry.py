@@ -12,7 +12,7 @@ from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -93,17 +93,23 @@ class SetUpModule:
                 "one; run the last one before a step outside: no_backward_sync(model, enabled=not last)."
             )
 
-    def know(self) -> None:
-        """Note the parameters that module and optimizers have now."""
-        self.known.update(self.module.parameters())
+    def know(self, parts: Iterable[torch.Tensor]) -> None:
+        """Note the parameters that module and optimizers have now.
+
+        Args:
+            parts: What optimizers may be given in their stead.
+        """
+        self.known.update(self.module.parameters(), parts)
         for parameters, _ in self.accumulations():
             self.known.update(parameters)
 
-    def check_known(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer steps nothing that was put into the module after setup.
+    def check_known(self, optimizer: torch.optim.Optimizer, others: Iterable[SetUpModule] = (), ranks: int = 1) -> None:
+        """Check that an optimizer steps nothing that was put into the module after setup, or that no module holds.
 
         Args:
             optimizer: One of the module's.
+            others: Further modules whose parameters it may step.
+            ranks: How many there are: on one, a parameter that no module holds is trained as in plain PyTorch.
 
         Raises:
             SetupError: If it does: the gradient of such a parameter is that of one rank.
@@ -117,6 +123,13 @@ class SetUpModule:
             raise SetupError(
                 f"an optimizer steps {new[0]!r}, which was put into the module after setup: its gradient would be that "
                 "of each rank alone, and ranks would drift apart; change modules and add adapters before setup."
+            )
+        stray = [each for each in stepped if ranks > 1 and not any(each in other.known for other in others)]
+        if stray:
+            raise SetupError(
+                f"an optimizer steps a parameter of shape {tuple(stray[0].shape)} of no module that was set up: its "
+                "gradient would be that of each rank alone, and ranks would drift apart; register it in the module "
+                "before setup, as an attribute or in an nn.ParameterList, not in a plain list."
             )
         self.known.update(stepped)
 
@@ -218,12 +231,14 @@ class Registry:
         )
 
     def note_backward(self) -> None:
-        """Record of every module whether a backward stands inside ``no_backward_sync`` of it.
+        """Record of every module whether a backward stands inside ``no_backward_sync`` of it, and that there was one.
 
         Which modules a loss came through need not be the same on every rank; which contexts are entered is.
         """
         for known in self._modules:
             known.last_inside = known.inside_no_sync
+            for accumulation in known.optimizers.values():
+                accumulation.by_backward = True
 
     def clear(self) -> None:
         """Remove all modules, and all hooks from them, and let their parts run as they did."""

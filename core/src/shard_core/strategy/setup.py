@@ -251,7 +251,7 @@ class StrategySetup(StrategyLifecycle):
         for optimizer, accumulation in known.optimizers.items():
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
         self._registry.add(known)
-        known.know()
+        known.know(part.values for part in (self.engine_flat_parts(module) or {}).values())
         return called
 
     def _guard_backwards(self, module: torch.nn.Module) -> list[RemovableHandle]:

@@ -12,7 +12,7 @@ import torch
 
 from shard_core.capability import Capability
 from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
-from shard_core.gradients import clip_norm, clip_values, total_norm
+from shard_core.gradients import are_alike, clip_norm, clip_values, total_norm
 from shard_core.options import check_names
 from shard_core.strategy.loss_graph import reached_by
 from shard_core.strategy.setup import StrategySetup
@@ -198,7 +198,7 @@ class StrategyStep(StrategySetup):
         """
         self._saves.begin_step()
         known = self._registry.owner(optimizer)
-        known.check_known(optimizer)
+        known.check_known(optimizer, self._registry, self.world_size)
         if closure is None:
             finite = self._finish(optimizer)
             if self.precision.scaler is not None:
@@ -276,6 +276,12 @@ class StrategyStep(StrategySetup):
         known = self._registry.owner(optimizer)
         known.check_averaged()
         accumulation = known.optimizers[optimizer]
+        if not accumulation.by_backward and not are_alike(self.engine_gradients(optimizer), self.collectives):
+            raise SetupError(
+                "ranks are about to step with different gradients, and no strategy.backward has run since the last "
+                "step or zero_grad(): what torch.autograd.grad returns is not averaged; call strategy.backward(loss, "
+                "model), or assign gradients that are the same on every rank."
+            )
         return accumulation.finish(
             lambda: self.engine_gradients(optimizer), self.collectives, self._data, self.precision.scaler
         )
