@@ -26,6 +26,7 @@ from shard_core.fully_shard.offload import offload_policy
 from shard_core.fully_shard.policy import chosen_by
 from shard_core.fully_shard.precision import precision_of, wire_policy
 from shard_core.fully_shard.prefetch import set_prefetching
+from shard_core.fully_shard.second_derivatives import on_created_graph
 from shard_core.fully_shard.sharder import FullySharder
 from shard_core.fully_shard.units import Unit, find_units, groups_that_part, unit_sizes, with_chosen
 from shard_core.fully_shard.wrapping import ManualUnits
@@ -132,6 +133,7 @@ __all__ = [
     "make_contiguous",
     "needs_values",
     "offload_policy",
+    "on_created_graph",
     "owned_step",
     "plain_name",
     "precision_of",

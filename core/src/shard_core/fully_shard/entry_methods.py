@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shard_core._versions import in_backward, run_unit_hooks
 from shard_core.fully_shard.assigned_data import AssignedData
+from shard_core.fully_shard.second_derivatives import SecondDerivatives
 from shard_core.gradients import inside_objects
 from shard_core.inference_mode import without_inference_mode
 
@@ -50,9 +51,13 @@ class EntryMethods:
     Args:
         module: A module that was sharded.
         units: Its units, inner ones before those around them.
+
+    Attributes:
+        second: What notices graphs of gradients.
     """
 
     def __init__(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
+        self.second = SecondDerivatives(module)
         self._module = module
         self._unit_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = dict.fromkeys(module.modules(), (module,))
         for unit in reversed(units):
@@ -66,6 +71,8 @@ class EntryMethods:
         for first, *_ in set(self._unit_of.values()):
             setattr(first, _PASS_ON, self._give_output)
             register_fsdp_forward_method(first, _PASS_ON)
+        for part in (each for unit in units for each in unit.modules):
+            part.register_forward_hook(self._watch)
         for part in module.modules():
             # A list of parameters is never called itself: whoever reads it holds them.
             lists = (each for each in part.children() if isinstance(each, nn.ParameterList | nn.ParameterDict))
@@ -83,6 +90,18 @@ class EntryMethods:
     def running(self) -> bool:
         """Whether a forward or a backward runs just now."""
         return self._inside is not None or in_backward()
+
+    def _watch(self, part: torch.nn.Module, args: Any, output: Any) -> None:
+        """Watch what a unit returns: gradients may be computed inside the forward around it, too."""
+        del part, args
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.second.watch(output)
+
+    def send_left(self) -> None:
+        """Have units send gradients that a backward has left with them, having come past what they returned."""
+        start = torch.zeros((), requires_grad=True)
+        passed = [self._pass_on(first, start * 1) for first in {unit[0]: None for unit in self._unit_of.values()}]
+        torch.stack(passed).sum().backward()
 
     def gather_anew(self) -> None:
         """Have the next call gather what it needs again: shards may be changed until then."""
@@ -125,6 +144,8 @@ class EntryMethods:
         del args
         try:
             unit = self._unit_of[part]
+            if torch.is_grad_enabled():
+                self.second.watch(output)
             hidden = inside_objects(output)
             if hidden:
                 self._pass_on(unit[0], hidden)

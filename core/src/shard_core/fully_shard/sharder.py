@@ -81,6 +81,7 @@ class FullySharder:
         self._replicas: weakref.WeakKeyDictionary[torch.nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
         self._syncs: weakref.WeakKeyDictionary[torch.nn.Module, DeferredSync] = weakref.WeakKeyDictionary()
         self._gradients: weakref.WeakKeyDictionary[torch.nn.Module, DeferredGradients] = weakref.WeakKeyDictionary()
+        self._calls: weakref.WeakKeyDictionary[torch.nn.Module, EntryMethods] = weakref.WeakKeyDictionary()
         self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._recording: Recording | None = None
         self._leaves_parameters = False
@@ -151,7 +152,8 @@ class FullySharder:
             self._syncs[module] = DeferredSync(module, units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._gradients[module] = DeferredGradients(shards)
-        list_shards(module, EntryMethods(module, units))
+        self._calls[module] = EntryMethods(module, units)
+        list_shards(module, self._calls[module])
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
             part.register_load_state_dict_pre_hook(functools.partial(_shard_full_tensors, weakref.ref(module)))
@@ -193,6 +195,27 @@ class FullySharder:
             SetupError: If a unit ran in an earlier micro-batch and not in this one, or another part of it, if deferred
                 gradients were changed, or if ranks have used different parameters.
         """
+        self._begin_backward()
+        with self._explained():
+            yield
+        self._send_left()
+        came_through = {module}
+        for sharded, gradients in self._gradients.items():
+            if sharded in self._deferring:
+                gradients.show()
+            elif gradients.show_again():
+                came_through.add(sharded)
+        self._check_left()
+        self._end_second_derivatives()
+        for replicas in self._replicas.values():
+            replicas.end_backward()
+        for sharded, sync in self._syncs.items():
+            sync.end_backward(named=sharded in came_through)
+        if self._mesh.size() > 1:  # else nothing is sent
+            sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
+            check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
+
+    def _begin_backward(self) -> None:
         self._drop_discarded()
         for sharded in self._gradients:
             for part in sharded.modules():
@@ -202,22 +225,8 @@ class FullySharder:
             each.hide()
         for sync in self._syncs.values():
             sync.begin_backward()
-        with self._explained():
-            yield
-        came_through = {module}
-        for sharded, gradients in self._gradients.items():
-            if sharded in self._deferring:
-                gradients.show()
-            elif gradients.show_again():
-                came_through.add(sharded)
-        self._check_left()
-        for replicas in self._replicas.values():
-            replicas.end_backward()
-        for sharded, sync in self._syncs.items():
-            sync.end_backward(named=sharded in came_through)
-        if self._mesh.size() > 1:  # else nothing is sent
-            sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
-            check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
+        for calls in self._calls.values():
+            calls.second.gather()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -229,6 +238,12 @@ class FullySharder:
                 for sync in self._syncs.values():
                     sync.end_backward(named=False)
             raise
+
+    def _send_left(self) -> None:
+        """Have gradients sent to which a loss came through the graph of others, past what units have returned."""
+        for sharded, calls in self._calls.items():
+            if calls.second.pending and sharded not in self._deferring:
+                calls.send_left()
 
     def _check_left(self) -> None:
         """Check that no unit has kept gradients since nothing told it of the backward's end."""
@@ -257,8 +272,13 @@ class FullySharder:
 
     def reshard(self) -> None:
         """Free unsharded parameters of all modules, whose shards are about to be read or changed."""
+        self._end_second_derivatives()
         for module in self._replicas:
             reshard(module)
+
+    def _end_second_derivatives(self) -> None:
+        for sharded, calls in self._calls.items():
+            calls.second.end(deferred=sharded in self._deferring)
 
     def _drop_discarded(self) -> None:
         """Throw away deferred gradients where users have thrown away what is shown for them."""

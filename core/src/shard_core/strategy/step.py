@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 #: Keywords of ``Tensor.backward`` that only some engines honour, and what to do under the others.
 _ONLY_SOME_ENGINES = {
-    "create_graph": "ranks' gradients are averaged outside of any graph; for second derivatives call "
-    "torch.autograd.grad(..., create_graph=True) and add what you make of them to the loss",
+    "create_graph": "ranks' gradients are averaged outside of any graph; for second derivatives take the gradient by "
+    "inputs, torch.autograd.grad(outputs, inputs, create_graph=True), and add what you make of it to the loss",
     "inputs": "gradients of all parameters are averaged together; torch.autograd.grad gives those of activations, and "
     "requires_grad_(False) before setup leaves parameters out",
 }
