@@ -120,6 +120,7 @@ __all__ = [
     "drop_deferred_gradients",
     "forget_tensors",
     "freeze_unsharded",
+    "gathered_for",
     "has_hooks",
     "identity",
     "in_backward",
@@ -259,6 +260,13 @@ def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """List what a unit has computed with so far, each the same tensor in all its forwards; nothing of other modules."""
     parameters = (each for group in _unit_groups(module) for each in group.fsdp_params)
     return [each._unsharded_param for each in parameters if hasattr(each, "_unsharded_param")]
+
+
+def gathered_for(module: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """Return which shard each tensor stands for that the units of a module have computed with so far."""
+    groups = (group for part in module.modules() for group in _unit_groups(part))
+    parameters = (each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
+    return {each._unsharded_param: each.sharded_param for each in parameters}
 
 
 def left_gradients(module: torch.nn.Module) -> bool:

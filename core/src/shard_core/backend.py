@@ -50,7 +50,15 @@ from shard_core.mesh import DataRanks
 from shard_core.optim.kernels import fast_step
 from shard_core.optim.local_step import local_step
 from shard_core.optim.owned_step import owned_step
-from shard_core.parameters import COUNTERS, ParameterNames, laid_out_like, local_part, make_contiguous, plain_name
+from shard_core.parameters import (
+    COUNTERS,
+    ParameterNames,
+    PlacedParameters,
+    laid_out_like,
+    local_part,
+    make_contiguous,
+    plain_name,
+)
 from shard_core.precision.dtypes import check_module, convert_input, convert_module, dtype_named
 from shard_core.precision.interface import Precision
 from shard_core.precision.mixed import MixedPrecision
@@ -95,6 +103,7 @@ __all__ = [
     "OptimizerTensors",
     "Ownership",
     "ParameterNames",
+    "PlacedParameters",
     "Precision",
     "ProcessGroupCollectives",
     "ProcessInfo",

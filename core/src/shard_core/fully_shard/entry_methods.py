@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,11 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shard_core._versions import in_backward, run_unit_hooks
+from shard_core._versions import gathered_for, in_backward, run_unit_hooks
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.second_derivatives import SecondDerivatives
 from shard_core.gradients import inside_objects
 from shard_core.inference_mode import without_inference_mode
+from shard_core.parameters import PlacedParameters
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -67,6 +69,7 @@ class EntryMethods:
         self._started = False
         self._stale = False
         self._assigned = AssignedData(module)
+        self._placed = PlacedParameters(module)
         self._output: Any = None
         for first, *_ in set(self._unit_of.values()):
             setattr(first, _PASS_ON, self._give_output)
@@ -116,8 +119,8 @@ class EntryMethods:
         # Activation checkpointing calls again in backward what has run before.
         if self._inside is not None or in_backward():
             return
-        self._inside = part.register_forward_hook(self._leave, always_call=True)
         stale = self._free_stale()
+        self._inside = part.register_forward_hook(self._leave, always_call=True)
         if part is self._module:
             self._started = True
             return
@@ -133,6 +136,7 @@ class EntryMethods:
 
     def _free_stale(self) -> bool:
         """Free what is gathered if shards may have changed since; return whether that was so."""
+        self._placed.check(functools.partial(gathered_for, self._module))
         stale, self._stale = self._stale or self._assigned.pending, False
         if stale:
             reshard(self._module)
