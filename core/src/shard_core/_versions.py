@@ -125,6 +125,7 @@ __all__ = [
     "identity",
     "in_backward",
     "is_compiled",
+    "is_gathered",
     "is_operation",
     "is_split_over_ranks",
     "left_gradients",
@@ -263,10 +264,14 @@ def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def gathered_for(module: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """Return which shard each tensor stands for that the units of a module have computed with so far."""
-    groups = (group for part in module.modules() for group in _unit_groups(part))
-    parameters = (each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
-    return {each._unsharded_param: each.sharded_param for each in parameters}
+    """Return which shard each tensor stands for that a unit has computed with so far; nothing of other modules."""
+    parameters = (each for group in _unit_groups(module) for each in group.fsdp_params)
+    return {each._unsharded_param: each.sharded_param for each in parameters if hasattr(each, "_unsharded_param")}
+
+
+def is_gathered(module: torch.nn.Module) -> bool:
+    """Return whether a unit's parameters are gathered just now."""
+    return any(group.is_unsharded for group in _unit_groups(module))
 
 
 def left_gradients(module: torch.nn.Module) -> bool:

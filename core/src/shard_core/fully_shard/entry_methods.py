@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -136,13 +135,16 @@ class EntryMethods:
 
     def _free_stale(self) -> bool:
         """Free what is gathered if shards may have changed since; return whether that was so."""
-        self._placed.check(functools.partial(gathered_for, self._module))
+        self._placed.check(self._stand_ins)
         stale, self._stale = self._stale or self._assigned.pending, False
         if stale:
             reshard(self._module)
         if self._assigned.pending:
             self._assigned.take_in()
         return stale
+
+    def _stand_ins(self) -> dict[torch.Tensor, torch.Tensor]:
+        return {each: shard for part in self._module.modules() for each, shard in gathered_for(part).items()}
 
     def _leave(self, part: torch.nn.Module, args: Any, output: Any) -> Any:
         del args

@@ -17,6 +17,7 @@ from shard_core._versions import freeze_unsharded, left_gradients
 from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
+from shard_core.fully_shard.forward_writes import ForwardWrites
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
 from shard_core.fully_shard.named_parameters import list_shards
 from shard_core.gradients import check_used_alike
@@ -82,6 +83,7 @@ class FullySharder:
         self._syncs: weakref.WeakKeyDictionary[torch.nn.Module, DeferredSync] = weakref.WeakKeyDictionary()
         self._gradients: weakref.WeakKeyDictionary[torch.nn.Module, DeferredGradients] = weakref.WeakKeyDictionary()
         self._calls: weakref.WeakKeyDictionary[torch.nn.Module, EntryMethods] = weakref.WeakKeyDictionary()
+        self._writes: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWrites] = weakref.WeakKeyDictionary()
         self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._recording: Recording | None = None
         self._leaves_parameters = False
@@ -153,6 +155,7 @@ class FullySharder:
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._gradients[module] = DeferredGradients(shards)
         self._calls[module] = EntryMethods(module, units)
+        self._writes[module] = ForwardWrites(module, units, self._mesh)
         list_shards(module, self._calls[module])
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
@@ -216,6 +219,8 @@ class FullySharder:
             check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
 
     def _begin_backward(self) -> None:
+        for writes in self._writes.values():
+            writes.take()
         self._drop_discarded()
         for sharded in self._gradients:
             for part in sharded.modules():

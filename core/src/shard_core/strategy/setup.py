@@ -204,6 +204,8 @@ class StrategySetup(StrategyLifecycle):
         if optimizers:
             self._require_dense(module)
         refuse_quantized(module)
+        if self.world_size > 1:
+            _refuse_rescaled(module)
         names = ParameterNames(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
@@ -309,6 +311,17 @@ class StrategySetup(StrategyLifecycle):
 def _compared_on(device: torch.device) -> torch.device:
     """Choose where results can be compared bit for bit: compilers of whole graphs fuse operations."""
     return device if device.type == "cuda" else torch.device("cpu")
+
+
+def _refuse_rescaled(module: torch.nn.Module) -> None:
+    """Refuse embeddings that rescale, in forward, the rows that this rank's samples look up, and no others."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
+            raise SetupError(
+                f"the embedding {plain_name(name)!r} has max_norm, by which each rank would rescale the rows of its own "
+                "samples, and ranks would drift apart; make it without, and rescale all rows between steps, under "
+                "torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))."
+            )
 
 
 def _shapes(module: torch.nn.Module) -> list[tuple[int, ...]]:
