@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
+    from shard_core.initialization.drawn_alike import DrawnAlike
     from shard_core.parameters import ParameterNames
     from shard_core.preparation.layers import LayerCalls
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
@@ -38,7 +39,7 @@ class SetUpModule:
         layer_calls: How its parts ran before setup.
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
-        hooks: Those on its parameters and the optimizers.
+        hooks: Those on its parameters and the optimizers, and on what draws values anew.
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.
@@ -60,7 +61,7 @@ class SetUpModule:
     layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
-    hooks: list[RemovableHandle | NotedZeroGrad]
+    hooks: list[RemovableHandle | NotedZeroGrad | DrawnAlike]
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)

@@ -14,6 +14,7 @@ from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.gradients import is_differentiable, on_gradient, sparse_parameters
+from shard_core.initialization.drawn_alike import DrawnAlike
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
@@ -252,6 +253,8 @@ class StrategySetup(StrategyLifecycle):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
         for optimizer, accumulation in known.optimizers.items():
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
+        if self.world_size > 1 and self.root_device.type in ("cpu", "cuda"):
+            known.hooks.append(DrawnAlike(module))
         self._registry.add(known)
         known.know(part.values for part in (self.engine_flat_parts(module) or {}).values())
         return called
@@ -318,9 +321,9 @@ def _refuse_rescaled(module: torch.nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
             raise SetupError(
-                f"the embedding {plain_name(name)!r} has max_norm, by which each rank would rescale the rows of its own "
-                "samples, and ranks would drift apart; make it without, and rescale all rows between steps, under "
-                "torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))."
+                f"the embedding {plain_name(name) or 'itself'!r} has max_norm, by which each rank would rescale the "
+                "rows of its own samples, and ranks would drift apart; make it without, and rescale all rows between "
+                "steps, under torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))."
             )
 
 
