@@ -134,9 +134,10 @@ class PlacedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._places = {part: (plain_name(prefix), _own(part)) for prefix, part in module.named_modules()}
+        self._dtypes = {parameter: parameter.dtype for parameter in module.parameters()}
 
     def check(self, stands_for: Callable[[], Mapping[torch.Tensor, torch.Tensor]] = dict) -> None:
-        """Check that no other parameter was put in one's place, for good or for one call.
+        """Check that no other parameter was put in one's place, for good or for one call, nor given another dtype.
 
         Args:
             stands_for: Returns which tensor, put there by the engine, stands for which parameter.
@@ -150,6 +151,7 @@ class PlacedParameters:
             for name, parameter in parameters.items():
                 found = now.get(name)
                 if found is parameter:
+                    self._check_dtype(prefix, name, parameter)
                     continue
                 stand_ins = stands_for() if stand_ins is None else stand_ins
                 if found is None or stand_ins.get(found) is not parameter:
@@ -158,6 +160,14 @@ class PlacedParameters:
                         "this strategy would put that back in forward: change its values under torch.no_grad(); tie, "
                         "prune and reparametrize before setup, and leave torch.func.functional_call to 'ddp'."
                     )
+
+    def _check_dtype(self, prefix: str, name: str, parameter: torch.Tensor) -> None:
+        if parameter.dtype != self._dtypes[parameter]:
+            raise SetupError(
+                f"{f'{prefix}.{name}'.removeprefix('.')!r} is {parameter.dtype} and was {self._dtypes[parameter]} at "
+                "setup, for which this strategy has made its messages; cast it back, or cast the module before setup, "
+                "with a precision= of that name."
+            )
 
 
 def _own(part: nn.Module) -> dict[str, nn.Parameter]:

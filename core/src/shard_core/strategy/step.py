@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shard_core.capability import Capability
 from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
@@ -120,7 +121,8 @@ class StrategyStep(StrategySetup):
         self._registry.note_backward()
         self._in_backward = True
         try:
-            self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
+            with _explained(loss):
+                self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
         finally:
             self._in_backward = False
         for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
@@ -301,6 +303,20 @@ def _factor(scaler: GradientScaler, accumulations: Sequence[Accumulation]) -> fl
             "skipped a step between their backwards; step or zero the gradients of all of them first."
         )
     return next(iter(pending), factor)
+
+
+@contextlib.contextmanager
+def _explained(loss: torch.Tensor) -> Iterator[None]:
+    """Translate torch's error of a loss that mixes what parameters spread over ranks gave with what forward did."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(loss, DTensor) or "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise SetupError(
+            "the loss is a DTensor, for a part of it was computed from parameters that are spread over ranks; take the "
+            "optimizer's weight_decay for an L2 penalty, or call strategy.backward for each parameter's part by itself."
+        ) from error
 
 
 def _check_loss(loss: object, gradient: object) -> None:
