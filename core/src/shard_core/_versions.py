@@ -121,11 +121,13 @@ __all__ = [
     "drop_deferred_gradients",
     "forget_tensors",
     "freeze_unsharded",
+    "gathered_for",
     "gradient_hooks",
     "has_hooks",
     "identity",
     "in_backward",
     "is_compiled",
+    "is_gathered",
     "is_operation",
     "is_split_over_ranks",
     "left_gradients",
@@ -278,6 +280,16 @@ def shards_and_unsharded(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Par
 def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """List what a unit has computed with so far, each the same tensor in all its forwards; nothing of other modules."""
     return [each for _, each in shards_and_unsharded(module) if each is not None]
+
+
+def gathered_for(module: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """Return which shard each tensor stands for that a unit has computed with so far; nothing of other modules."""
+    return {computing: shard for shard, computing in shards_and_unsharded(module) if computing is not None}
+
+
+def is_gathered(module: torch.nn.Module) -> bool:
+    """Return whether a unit's parameters are gathered just now."""
+    return any(group.is_unsharded for group in _unit_groups(module))
 
 
 def left_gradients(module: torch.nn.Module) -> bool:

@@ -26,6 +26,7 @@ from shard_core.fully_shard.offload import offload_policy
 from shard_core.fully_shard.policy import chosen_by
 from shard_core.fully_shard.precision import precision_of, wire_policy
 from shard_core.fully_shard.prefetch import set_prefetching
+from shard_core.fully_shard.second_derivatives import on_created_graph
 from shard_core.fully_shard.sharder import FullySharder
 from shard_core.fully_shard.units import Unit, find_units, groups_that_part, unit_sizes, with_chosen
 from shard_core.fully_shard.wrapping import ManualUnits
@@ -50,7 +51,15 @@ from shard_core.mesh import DataRanks
 from shard_core.optim.kernels import fast_step
 from shard_core.optim.local_step import local_step
 from shard_core.optim.owned_step import owned_step
-from shard_core.parameters import COUNTERS, ParameterNames, laid_out_like, local_part, make_contiguous, plain_name
+from shard_core.parameters import (
+    COUNTERS,
+    ParameterNames,
+    PlacedParameters,
+    laid_out_like,
+    local_part,
+    make_contiguous,
+    plain_name,
+)
 from shard_core.precision.dtypes import check_module, convert_input, convert_module, dtype_named
 from shard_core.precision.interface import Precision
 from shard_core.precision.mixed import MixedPrecision
@@ -95,6 +104,7 @@ __all__ = [
     "OptimizerTensors",
     "Ownership",
     "ParameterNames",
+    "PlacedParameters",
     "Precision",
     "ProcessGroupCollectives",
     "ProcessInfo",
@@ -134,6 +144,7 @@ __all__ = [
     "move_hooks",
     "needs_values",
     "offload_policy",
+    "on_created_graph",
     "owned_step",
     "plain_name",
     "precision_of",

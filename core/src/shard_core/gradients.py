@@ -118,6 +118,24 @@ def _norm_of_layout(parts: Sequence[LocalGradient], norm_type: float, collective
     return (power ** (1.0 / norm_type)).to(norm.dtype)
 
 
+def are_alike(gradients: Sequence[LocalGradient], collectives: Collectives) -> bool:
+    """Return whether gradients that every rank holds are the same on all, up to rounding; every rank calls this.
+
+    Args:
+        gradients: This rank's parts; those that are sharded are left out.
+        collectives: Of all ranks.
+    """
+    whole = [each.tensor for each in gradients if not each.sharded_over and each.tensor.numel()]
+    if collectives.world_size == 1:
+        return True
+    norm = float(torch.nn.utils.get_total_norm(whole)) if whole else 0.0
+    total = sum(float(each.sum()) for each in whole)
+    mine = torch.tensor([norm, -norm, total, -total, float(len(whole)), -float(len(whole))], dtype=torch.float64)
+    most = collectives.all_reduce(mine, reduce_op="max")
+    apart = (most[::2] + most[1::2]).max()
+    return not bool(apart > 1e-5 * most[:2].abs().max())  # what is not a number is no reason to refuse
+
+
 def scale(gradients: Sequence[LocalGradient], factor: float) -> None:
     """Multiply gradients in place.
 

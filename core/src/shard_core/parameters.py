@@ -129,6 +129,55 @@ class ParameterNames:
         )
 
 
+class PlacedParameters:
+    """Where the parameters of a module stand: engines that put others there for a while would undo what users do.
+
+    Args:
+        module: Any module; places that are made later are not minded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = {part: (plain_name(prefix), _own(part)) for prefix, part in module.named_modules()}
+        self._dtypes = {parameter: parameter.dtype for parameter in module.parameters()}
+
+    def check(self, stands_for: Callable[[], Mapping[torch.Tensor, torch.Tensor]] = dict) -> None:
+        """Check that no other parameter was put in one's place, for good or for one call, nor given another dtype.
+
+        Args:
+            stands_for: Returns which tensor, put there by the engine, stands for which parameter.
+
+        Raises:
+            SetupError: Naming the first that was replaced.
+        """
+        stand_ins: Mapping[torch.Tensor, torch.Tensor] | None = None
+        for part, (prefix, parameters) in self._places.items():
+            now = _own(part)
+            for name, parameter in parameters.items():
+                found = now.get(name)
+                if found is parameter:
+                    self._check_dtype(prefix, name, parameter)
+                    continue
+                stand_ins = stands_for() if stand_ins is None else stand_ins
+                if found is None or stand_ins.get(found) is not parameter:
+                    raise SetupError(
+                        f"{f'{prefix}.{name}'.removeprefix('.')!r} is not the parameter that setup has left there, and "
+                        "this strategy would put that back in forward: change its values under torch.no_grad(); tie, "
+                        "prune and reparametrize before setup, and leave torch.func.functional_call to 'ddp'."
+                    )
+
+    def _check_dtype(self, prefix: str, name: str, parameter: torch.Tensor) -> None:
+        if parameter.dtype != self._dtypes[parameter]:
+            raise SetupError(
+                f"{f'{prefix}.{name}'.removeprefix('.')!r} is {parameter.dtype} and was {self._dtypes[parameter]} at "
+                "setup, for which this strategy has made its messages; cast it back, or cast the module before setup, "
+                "with a precision= of that name."
+            )
+
+
+def _own(part: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(nn.Module.named_parameters(part, recurse=False, remove_duplicate=False))
+
+
 def make_contiguous(module: torch.nn.Module) -> None:
     """Lay parameters out row by row, as engines cut them; transposed ones and ``channels_last`` are laid out otherwise.
 

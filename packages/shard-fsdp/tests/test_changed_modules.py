@@ -113,3 +113,50 @@ def test_every_exchanged_layer_is_refused(worlds: Any, name: str) -> None:
 def test_layers_that_come_after_setup_are_refused_by_name(worlds: Any, name: str, late: bool) -> None:
     for message in worlds(2).run(given_a_layer, name, late):
         assert message.startswith("an optimizer steps '3.weight', which was put into the module after setup"), message
+
+
+def exchange(model: Any) -> torch.Tensor:
+    model[2].weight = nn.Parameter(torch.ones(2, 16))
+    return model(images(0))
+
+
+def tie(model: Any) -> torch.Tensor:
+    model[2].bias = model[0].bias
+    return model(images(0))
+
+
+def normalise(model: Any) -> torch.Tensor:
+    nn.utils.parametrizations.weight_norm(model[2])
+    return model(images(0))
+
+
+def call_with_others(model: Any) -> torch.Tensor:
+    halves = {name: parameter * 0.5 for name, parameter in model.named_parameters()}
+    return torch.func.functional_call(model, halves, (images(0),))
+
+
+EXCHANGES = {each.__name__: each for each in (exchange, tie, normalise, call_with_others)}
+
+
+def exchanged(how: str, options: dict[str, Any]) -> str:
+    """Put something else in a parameter's place, after a step and while the root is gathered; return the refusal."""
+    with get_strategy("fsdp", **options) as strategy:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        strategy.backward(model(images(strategy.global_rank)).square().mean(), model)
+        strategy.optimizer_step(optimizer)
+        model(images(strategy.global_rank))
+        try:
+            EXCHANGES[how](strategy.unwrap(model))
+        except SetupError as error:
+            return str(error)
+        return "computed"
+
+
+@pytest.mark.parametrize("options", [{}, {"unit_bytes": 1, "reshard_after_forward": True}], ids=["root", "freed"])
+@pytest.mark.parametrize("how", EXCHANGES)
+def test_exchanged_parameters_are_refused_by_name(worlds: Any, how: str, options: dict[str, Any]) -> None:
+    for message in worlds(2).run(exchanged, how, options):
+        assert "is not the parameter that setup has left there" in message, message
+        assert message.startswith(("'2.", "'0.weight'")), message

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shard_core.data.transfer import move
+from shard_core.data_parallel.accumulation_nodes import AccumulationNodes
 from shard_core.data_parallel.buffers import send_before_forward, send_buffers, sends_no_buffers
 from shard_core.errors import SetupError
 from shard_core.gradients import graph_nodes, is_differentiable, on_gradient, sparse_parameters
@@ -33,7 +34,7 @@ class DDPModules:
     Torch's wrapper gets ready in a forward to average one backward, through which every parameter must be reached.
     Here it gets ready at the beginning of each backward that it can average, and what it cannot is averaged after
     the backward: gradients of a loss that came from methods other than forward, of parameters that were frozen at
-    setup, and of all, as long as one that was to be trained then is frozen.
+    setup, and of all, as long as one that was to be trained then is frozen, or once the dtype of one has changed.
 
     Made on the rank it serves, one for each strategy; its members are for those of an engine that have their names.
 
@@ -181,6 +182,7 @@ class _Replica:
         self._graph: frozenset[torch.Tensor] | None = None
         self._wrapper = weakref.ref(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
         self._forwards: list[bool] = []
+        self._nodes = AccumulationNodes(self.trained.values())
         self._hooks = [on_gradient(each, self.reached.add) for each in self.parameters]
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.register_forward_pre_hook(self._begin_forward)
@@ -207,11 +209,11 @@ class _Replica:
     def sends(self) -> bool:
         """Whether the wrapper shall average the gradients of the coming backward.
 
-        It waits for all that were trained at setup. If the graph is static it learns from the very first backward, or
-        never: that one is averaged even if it is deferred.
+        It waits for all that were trained at setup, and hears nothing of one whose dtype has changed. If the graph is
+        static it learns from the very first backward, or never: that one is averaged even if it is deferred.
         """
         wrapper = self.wrapper
-        if wrapper is None or not all(each.requires_grad for each in self.trained.values()):
+        if wrapper is None or not all(each.requires_grad for each in self.trained.values()) or self._nodes.left:
             return False
         if not wrapper.static_graph:
             return bool(wrapper.require_backward_grad_sync)

@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shard_core._versions import in_backward, run_unit_hooks, tree_leaves
+from shard_core._versions import gathered_for, in_backward, run_unit_hooks, tree_leaves
 from shard_core.fully_shard.assigned_data import AssignedData
+from shard_core.fully_shard.second_derivatives import SecondDerivatives
 from shard_core.gradients import inside_objects
 from shard_core.inference_mode import without_inference_mode
+from shard_core.parameters import PlacedParameters
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -52,11 +54,15 @@ class EntryMethods:
         module: A module that was sharded.
         units: Its units, inner ones before those around them.
         before_backward: What is called when a backward comes to what such a call, or the module's own, has returned.
+
+    Attributes:
+        second: What notices graphs of gradients.
     """
 
     def __init__(
         self, module: torch.nn.Module, units: Sequence[Unit], before_backward: Callable[[], None] | None = None
     ) -> None:
+        self.second = SecondDerivatives(module)
         self._module = module
         self._before_backward = before_backward
         self._unit_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = dict.fromkeys(module.modules(), (module,))
@@ -67,10 +73,13 @@ class EntryMethods:
         self._started = False
         self._stale = False
         self._assigned = AssignedData(module)
+        self._placed = PlacedParameters(module)
         self._output: Any = None
         for first, *_ in set(self._unit_of.values()):
             setattr(first, _PASS_ON, self._give_output)
             register_fsdp_forward_method(first, _PASS_ON)
+        for part in (each for unit in units for each in unit.modules):
+            part.register_forward_hook(self._watch)
         for part in module.modules():
             # A list of parameters is never called itself: whoever reads it holds them.
             lists = (each for each in part.children() if isinstance(each, nn.ParameterList | nn.ParameterDict))
@@ -89,6 +98,18 @@ class EntryMethods:
         """Whether a forward or a backward runs just now."""
         return self._inside is not None or in_backward()
 
+    def _watch(self, part: torch.nn.Module, args: Any, output: Any) -> None:
+        """Watch what a unit returns: gradients may be computed inside the forward around it, too."""
+        del part, args
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.second.watch(output)
+
+    def send_left(self) -> None:
+        """Have units send gradients that a backward has left with them, having come past what they returned."""
+        start = torch.zeros((), requires_grad=True)
+        passed = [self._pass_on(first, start * 1) for first in {unit[0]: None for unit in self._unit_of.values()}]
+        torch.stack(passed).sum().backward()
+
     def gather_anew(self) -> None:
         """Have the next call gather what it needs again: shards may be changed until then."""
         self._stale = True
@@ -102,8 +123,8 @@ class EntryMethods:
         # Activation checkpointing calls again in backward what has run before.
         if self._inside is not None or in_backward():
             return
-        self._inside = part.register_forward_hook(self._leave, always_call=True)
         stale = self._free_stale()
+        self._inside = part.register_forward_hook(self._leave, always_call=True)
         if part is self._module:
             self._started = True
             return
@@ -119,6 +140,7 @@ class EntryMethods:
 
     def _free_stale(self) -> bool:
         """Free what is gathered if shards may have changed since; return whether that was so."""
+        self._placed.check(self._stand_ins)
         stale, self._stale = self._stale or self._assigned.pending, False
         if stale:
             reshard(self._module)
@@ -126,10 +148,15 @@ class EntryMethods:
             self._assigned.take_in()
         return stale
 
+    def _stand_ins(self) -> dict[torch.Tensor, torch.Tensor]:
+        return {each: shard for part in self._module.modules() for each, shard in gathered_for(part).items()}
+
     def _leave(self, part: torch.nn.Module, args: Any, output: Any) -> Any:
         del args
         try:
             unit = self._unit_of[part]
+            if torch.is_grad_enabled():
+                self.second.watch(output)
             hidden = inside_objects(output)
             if hidden:
                 self._pass_on(unit[0], hidden)

@@ -17,6 +17,7 @@ from shard_core._versions import freeze_unsharded, left_gradients
 from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
+from shard_core.fully_shard.forward_writes import ForwardWrites
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
 from shard_core.fully_shard.gradient_hooks import GradientHooks
 from shard_core.fully_shard.named_parameters import list_shards
@@ -83,6 +84,8 @@ class FullySharder:
         self._syncs: weakref.WeakKeyDictionary[torch.nn.Module, DeferredSync] = weakref.WeakKeyDictionary()
         self._gradients: weakref.WeakKeyDictionary[torch.nn.Module, DeferredGradients] = weakref.WeakKeyDictionary()
         self._hooks: weakref.WeakKeyDictionary[torch.nn.Module, GradientHooks] = weakref.WeakKeyDictionary()
+        self._calls: weakref.WeakKeyDictionary[torch.nn.Module, EntryMethods] = weakref.WeakKeyDictionary()
+        self._writes: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWrites] = weakref.WeakKeyDictionary()
         self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._in_backward = False
         self._recording: Recording | None = None
@@ -158,7 +161,9 @@ class FullySharder:
         self._gradients[module] = DeferredGradients(shards)
         self._hooks[module] = GradientHooks(module)
         self._hooks[module].move(names)
-        list_shards(module, EntryMethods(module, units, self._hooks[module].begin_backward))
+        self._calls[module] = EntryMethods(module, units, self._hooks[module].begin_backward)
+        self._writes[module] = ForwardWrites(module, units, self._mesh)
+        list_shards(module, self._calls[module])
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
             part.register_load_state_dict_pre_hook(functools.partial(_shard_full_tensors, weakref.ref(module)))
@@ -200,19 +205,12 @@ class FullySharder:
             SetupError: If a unit ran in an earlier micro-batch and not in this one, or another part of it, if deferred
                 gradients were changed, or if ranks have used different parameters.
         """
-        self._drop_discarded()
-        for sharded in self._gradients:
-            for part in sharded.modules():
-                if isinstance(part, FSDPModule):
-                    freeze_unsharded(part)
-        begun: tuple[DeferredGradients | GradientHooks | DeferredSync, ...]
-        begun = (*self._gradients.values(), *self._hooks.values(), *self._syncs.values())
-        for each in begun:  # the loss may have come through several modules
-            each.begin_backward()
+        self._begin_backward()
         self._in_backward = True
         try:
             with self._explained():
                 yield
+            self._send_left()
         finally:
             self._in_backward = False
         came_through = {module}
@@ -222,6 +220,7 @@ class FullySharder:
             elif gradients.show_again():
                 came_through.add(sharded)
         self._check_left()
+        self._end_second_derivatives()
         for replicas in self._replicas.values():
             replicas.end_backward()
         for sharded, sync in self._syncs.items():
@@ -229,6 +228,21 @@ class FullySharder:
         if self._mesh.size() > 1:  # else nothing is sent
             sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
             check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
+
+    def _begin_backward(self) -> None:
+        for writes in self._writes.values():
+            writes.take()
+        self._drop_discarded()
+        for sharded in self._gradients:
+            for part in sharded.modules():
+                if isinstance(part, FSDPModule):
+                    freeze_unsharded(part)
+        begun: tuple[DeferredGradients | GradientHooks | DeferredSync, ...]
+        begun = (*self._gradients.values(), *self._hooks.values(), *self._syncs.values())
+        for each in begun:  # the loss may have come through several modules
+            each.begin_backward()
+        for calls in self._calls.values():
+            calls.second.gather()
 
     def _check_backward(self, parameter: torch.Tensor) -> None:
         """Refuse a gradient of what is whole on every rank where nothing would average it."""
@@ -249,6 +263,12 @@ class FullySharder:
                 for sync in self._syncs.values():
                     sync.end_backward(named=False)
             raise
+
+    def _send_left(self) -> None:
+        """Have gradients sent to which a loss came through the graph of others, past what units have returned."""
+        for sharded, calls in self._calls.items():
+            if calls.second.pending and sharded not in self._deferring:
+                calls.send_left()
 
     def _check_left(self) -> None:
         """Check that no unit has kept gradients since nothing told it of the backward's end."""
@@ -277,8 +297,13 @@ class FullySharder:
 
     def reshard(self) -> None:
         """Free unsharded parameters of all modules, whose shards are about to be read or changed."""
+        self._end_second_derivatives()
         for module in self._replicas:
             reshard(module)
+
+    def _end_second_derivatives(self) -> None:
+        for sharded, calls in self._calls.items():
+            calls.second.end(deferred=sharded in self._deferring)
 
     def _drop_discarded(self) -> None:
         """Throw away deferred gradients where users have thrown away what is shown for them."""

@@ -27,9 +27,13 @@ class Accumulation:
 
     Engines average over data-parallel ranks; a denominator turns that average into the global mean,
     and a scaler's factor is taken out, once, when the gradients are first used.
+
+    Attributes:
+        by_backward: Whether a backward of the strategy has run since the gradients began anew, of whichever module.
     """
 
     def __init__(self) -> None:
+        self.by_backward = False
         self._denominator: torch.Tensor | None = None
         self._loss_scale = 1.0
         self._backwards = 0
@@ -173,6 +177,7 @@ class Accumulation:
 
     def reset(self) -> None:
         """Forget all backwards, as where gradients are zeroed."""
+        self.by_backward = False
         self._denominator = None
         self._loss_scale = 1.0
         self._backwards = 0

@@ -12,11 +12,12 @@ from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
+    from shard_core.initialization.drawn_alike import DrawnAlike
     from shard_core.parameters import ParameterNames
     from shard_core.preparation.layers import LayerCalls
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
@@ -39,7 +40,7 @@ class SetUpModule:
         layer_calls: How its parts ran before setup.
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
-        hooks: Those on its parameters and the optimizers.
+        hooks: Those on its parameters and the optimizers, and on what draws values anew.
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.
@@ -61,7 +62,7 @@ class SetUpModule:
     layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
-    hooks: list[RemovableHandle | NotedZeroGrad]
+    hooks: list[RemovableHandle | NotedZeroGrad | DrawnAlike]
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
@@ -94,17 +95,23 @@ class SetUpModule:
                 "one; run the last one before a step outside: no_backward_sync(model, enabled=not last)."
             )
 
-    def know(self) -> None:
-        """Note the parameters that module and optimizers have now."""
-        self.known.update(self.module.parameters())
+    def know(self, parts: Iterable[torch.Tensor]) -> None:
+        """Note the parameters that module and optimizers have now.
+
+        Args:
+            parts: What optimizers may be given in their stead.
+        """
+        self.known.update(self.module.parameters(), parts)
         for parameters, _ in self.accumulations():
             self.known.update(parameters)
 
-    def check_known(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer steps nothing that was put into the module after setup.
+    def check_known(self, optimizer: torch.optim.Optimizer, others: Iterable[SetUpModule] = (), ranks: int = 1) -> None:
+        """Check that an optimizer steps nothing that was put into the module after setup, or that no module holds.
 
         Args:
             optimizer: One of the module's.
+            others: Further modules whose parameters it may step.
+            ranks: How many there are: on one, a parameter that no module holds is trained as in plain PyTorch.
 
         Raises:
             SetupError: If it does: the gradient of such a parameter is that of one rank.
@@ -118,6 +125,13 @@ class SetUpModule:
             raise SetupError(
                 f"an optimizer steps {new[0]!r}, which was put into the module after setup: its gradient would be that "
                 "of each rank alone, and ranks would drift apart; change modules and add adapters before setup."
+            )
+        stray = [each for each in stepped if ranks > 1 and not any(each in other.known for other in others)]
+        if stray:
+            raise SetupError(
+                f"an optimizer steps a parameter of shape {tuple(stray[0].shape)} of no module that was set up: its "
+                "gradient would be that of each rank alone, and ranks would drift apart; register it in the module "
+                "before setup, as an attribute or in an nn.ParameterList, not in a plain list."
             )
         self.known.update(stepped)
 
@@ -219,12 +233,14 @@ class Registry:
         )
 
     def note_backward(self) -> None:
-        """Record of every module whether a backward stands inside ``no_backward_sync`` of it.
+        """Record of every module whether a backward stands inside ``no_backward_sync`` of it, and that there was one.
 
         Which modules a loss came through need not be the same on every rank; which contexts are entered is.
         """
         for known in self._modules:
             known.last_inside = known.inside_no_sync
+            for accumulation in known.optimizers.values():
+                accumulation.by_backward = True
 
     def clear(self) -> None:
         """Remove all modules, and all hooks from them, and let their parts run as they did."""

@@ -14,6 +14,7 @@ from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.gradients import is_differentiable, on_gradient
+from shard_core.initialization.drawn_alike import DrawnAlike
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
@@ -207,6 +208,8 @@ class StrategySetup(StrategyLifecycle):
         sparse = self._find_sparse(module, optimizers, names)
         self._require_elementwise(optimizers)
         refuse_quantized(module)
+        if self.world_size > 1:
+            _refuse_rescaled(module)
         check_no_gradients(names)
         self.precision.convert_module(module)
         shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
@@ -252,8 +255,10 @@ class StrategySetup(StrategyLifecycle):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
         for optimizer, accumulation in known.optimizers.items():
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
+        if self.world_size > 1 and self.root_device.type in ("cpu", "cuda"):
+            known.hooks.append(DrawnAlike(module))
         self._registry.add(known)
-        known.know()
+        known.know(part.values for part in (self.engine_flat_parts(module) or {}).values())
         return called
 
     def _guard_backwards(self, module: torch.nn.Module) -> list[RemovableHandle]:
@@ -325,6 +330,17 @@ class StrategySetup(StrategyLifecycle):
 def _compared_on(device: torch.device) -> torch.device:
     """Choose where results can be compared bit for bit: compilers of whole graphs fuse operations."""
     return device if device.type == "cuda" else torch.device("cpu")
+
+
+def _refuse_rescaled(module: torch.nn.Module) -> None:
+    """Refuse embeddings that rescale, in forward, the rows that this rank's samples look up, and no others."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
+            raise SetupError(
+                f"the embedding {plain_name(name) or 'itself'!r} has max_norm, by which each rank would rescale the "
+                "rows of its own samples, and ranks would drift apart; make it without, and rescale all rows between "
+                "steps, under torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))."
+            )
 
 
 def _shapes(module: torch.nn.Module) -> list[tuple[int, ...]]:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shard_core.capability import Capability
 from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
-from shard_core.gradients import clip_norm, clip_values, total_norm
+from shard_core.gradients import are_alike, clip_norm, clip_values, total_norm
 from shard_core.options import check_names
 from shard_core.strategy.loss_graph import reached_by
 from shard_core.strategy.setup import StrategySetup
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 
 #: Keywords of ``Tensor.backward`` that only some engines honour, and what to do under the others.
 _ONLY_SOME_ENGINES = {
-    "create_graph": "ranks' gradients are averaged outside of any graph; for second derivatives call "
-    "torch.autograd.grad(..., create_graph=True) and add what you make of them to the loss",
+    "create_graph": "ranks' gradients are averaged outside of any graph; for second derivatives take the gradient by "
+    "inputs, torch.autograd.grad(outputs, inputs, create_graph=True), and add what you make of it to the loss",
     "inputs": "gradients of all parameters are averaged together; torch.autograd.grad gives those of activations, and "
     "requires_grad_(False) before setup leaves parameters out",
 }
@@ -117,7 +118,8 @@ class StrategyStep(StrategySetup):
         self._registry.note_backward()
         self._in_backward = True
         try:
-            self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
+            with _explained(loss):
+                self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
         finally:
             self._in_backward = False
         for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
@@ -195,7 +197,7 @@ class StrategyStep(StrategySetup):
         """
         self._saves.begin_step()
         known = self._registry.owner(optimizer)
-        known.check_known(optimizer)
+        known.check_known(optimizer, self._registry, self.world_size)
         self._check_steps_dense(known, optimizer)
         if closure is None:
             finite = self._finish(optimizer)
@@ -274,6 +276,12 @@ class StrategyStep(StrategySetup):
         known = self._registry.owner(optimizer)
         known.check_averaged()
         accumulation = known.optimizers[optimizer]
+        if not accumulation.by_backward and not are_alike(self.engine_gradients(optimizer), self.collectives):
+            raise SetupError(
+                "ranks are about to step with different gradients, and no strategy.backward has run since the last "
+                "step or zero_grad(): what torch.autograd.grad returns is not averaged; call strategy.backward(loss, "
+                "model), or assign gradients that are the same on every rank."
+            )
         return accumulation.finish(
             lambda: self.engine_gradients(optimizer), self.collectives, self._data, self.precision.scaler
         )
@@ -293,6 +301,20 @@ def _factor(scaler: GradientScaler, accumulations: Sequence[Accumulation]) -> fl
             "skipped a step between their backwards; step or zero the gradients of all of them first."
         )
     return next(iter(pending), factor)
+
+
+@contextlib.contextmanager
+def _explained(loss: torch.Tensor) -> Iterator[None]:
+    """Translate torch's error of a loss that mixes what parameters spread over ranks gave with what forward did."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(loss, DTensor) or "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise SetupError(
+            "the loss is a DTensor, for a part of it was computed from parameters that are spread over ranks; take the "
+            "optimizer's weight_decay for an L2 penalty, or call strategy.backward for each parameter's part by itself."
+        ) from error
 
 
 def _check_loss(loss: object, gradient: object) -> None:

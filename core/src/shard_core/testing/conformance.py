@@ -23,6 +23,7 @@ from shard_core.testing.suites.training.accumulation import Accumulation
 from shard_core.testing.suites.training.averages import Averages
 from shard_core.testing.suites.training.capabilities import Capabilities
 from shard_core.testing.suites.training.clipping import Clipping
+from shard_core.testing.suites.training.custom_steps import CustomSteps
 from shard_core.testing.suites.training.data import Data
 from shard_core.testing.suites.training.float16 import Float16
 from shard_core.testing.suites.training.gradients import Shown
@@ -41,6 +42,7 @@ from shard_core.testing.suites.training.surroundings import Surroundings
 class Conformance(
     Launching,
     Teardown,
+    CustomSteps,
     Surroundings,
     AsyncSave,
     Safety,

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from shard_core.backend import FlatPart, LocalGradient, ParameterNames, TrainingState
 
 
+#: How torch refuses to compute with a parameter that stage 3 has let go.
+_READS_NOTHING = ("is invalid for input of size 0", "size of tensor a (0)", "size of tensor b (0)")
+
+
 class DeepSpeedStrategy(Strategy):
     """Shards optimizer state, gradients and parameters over all ranks, as far as the stage says.
 
@@ -149,10 +153,15 @@ class DeepSpeedStrategy(Strategy):
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Explain autograd's error about changed shapes of parameters that stage 3 gathers and releases."""
+        """Explain autograd's errors about changed shapes of parameters that stage 3 gathers and releases."""
         try:
             yield
         except RuntimeError as error:
+            if self.config.zero_stage == 3 and any(sign in str(error) for sign in _READS_NOTHING):
+                raise SetupError(
+                    "the loss holds a gradient from torch.autograd.grad(..., create_graph=True), whose graph reads "
+                    "parameters of which stage 3 has nothing any more; take stage 1 or 2, or 'fsdp'."
+                ) from error
             if self.config.zero_stage != 3 or "expected shape compatible with" not in str(error):
                 raise
             raise SetupError(

@@ -18,6 +18,7 @@ from shard_tp.config import TPConfig
 from shard_tp.consistency import ConsistencyCheck
 from shard_tp.plan import apply_plan, check_styles, own_plan, split_by
 from shard_tp.plugin import TP
+from shard_tp.second_derivatives import refuse_second_derivatives
 from shard_tp.tuning import worth_trying
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ class TPStrategy(TorchEngine, Strategy):
             apply_plan(module, self.config.plan, mesh)
         elif mesh.size() > 1:
             apply_plan(module, own_plan(module, mesh.size()), mesh)
+        if mesh.size() > 1:
+            refuse_second_derivatives(module)
 
     def _check_batch(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module

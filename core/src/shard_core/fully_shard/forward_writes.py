@@ -1,0 +1,136 @@
+"""What a forward writes to weights goes to gathered copies: it is written to the shards before those are freed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shard_core._versions import gathered_for, is_gathered, set_local_tensor, version_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_core.fully_shard.units import Unit
+
+
+class ForwardWrites:
+    """Writes to a module's shards what its forwards have written to weights, as momentum encoders and clamps do.
+
+    A write is noticed by the tensor's count of changes, or by other memory behind it. Torch counts no write through
+    ``parameter.data`` in place; these are looked for in the first forward of each unit, value by value, and what was
+    written to there is taken to be written to in every forward.
+
+    Args:
+        module: One that was sharded.
+        units: Its units, without the root's.
+        mesh: The data-parallel ranks; the last axis shards.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
+        self._place, self._ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        self._seen: dict[torch.Tensor, _Gathered] = {}
+        self._compared: set[nn.Module] = set()
+        self._units = {first: first for first in [module, *(unit.modules[0] for unit in units)]}
+        self._units |= {part: unit.modules[0] for unit in units for part in unit.modules}
+        for part in self._units:
+            part.register_forward_pre_hook(self._begin)
+            # Before torch's own, which frees what was written to.
+            part.register_forward_hook(self._end, prepend=True)
+
+    def take(self) -> None:
+        """Take what was written to what is gathered just now, between a forward and its backward, say."""
+        for unit in set(self._units.values()):
+            if is_gathered(unit):
+                self._take(unit)
+
+    def _begin(self, part: nn.Module, args: Any) -> None:
+        del args
+        if torch.compiler.is_compiling():
+            return
+        for tensor in gathered_for(self._units[part]):
+            if tensor not in self._seen:
+                self._seen[tensor] = _Gathered(tensor)
+
+    def _end(self, part: nn.Module, args: Any, output: Any) -> None:
+        del args, output
+        unit = self._units[part]
+        if not torch.compiler.is_compiling() and is_gathered(unit):
+            self._take(unit)
+
+    @torch.no_grad()
+    def _take(self, unit: nn.Module) -> None:
+        compared = unit in self._compared
+        self._compared.add(unit)
+        for tensor, parameter in gathered_for(unit).items():
+            seen = self._seen.get(tensor)
+            if seen is None:
+                continue
+            written = seen.written()
+            shard, mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter, self._mine(seen)
+            if not compared and not written and not torch.equal(mine, shard.to(mine.device, mine.dtype)):
+                written = seen.always = True
+            if written and mine.numel():
+                _write(mine.to(shard.device), shard)
+
+    def _mine(self, seen: _Gathered) -> torch.Tensor:
+        """Return what of a gathered parameter is this rank's."""
+        chunks = seen.own.chunk(self._ranks)
+        return chunks[self._place] if self._place < len(chunks) else seen.own[:0]
+
+
+class _Gathered:
+    """A gathered parameter.
+
+    Attributes:
+        own: The memory that its unit gathers it into.
+        always: Whether forwards write to it uncounted.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.own = _local(tensor)
+        self.always = False
+        self._tensor = tensor
+        self._changes = self._count()
+
+    def written(self) -> bool:
+        """Return whether it was written to since this was last asked; ``own`` has the values then."""
+        local = _local(self._tensor)
+        exchanged = local.data_ptr() != self.own.data_ptr()
+        if exchanged:
+            self.own.copy_(local)
+            _exchange(self._tensor, self.own)
+        before, self._changes = self._changes, self._count()
+        return exchanged or self.always or before != self._changes
+
+    def _count(self) -> tuple[int | None, ...]:
+        return version_of(self._tensor), version_of(_held(self._tensor))
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():  # else a DTensor shows a view
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor, to be written to without being counted."""
+    return _held(tensor).data
+
+
+def _exchange(tensor: torch.Tensor, own: torch.Tensor) -> None:
+    """Give a parameter its unit's memory again."""
+    if isinstance(tensor, DTensor):
+        set_local_tensor(tensor, DTensor.from_local(own, tensor.device_mesh, tensor.placements, run_check=False))
+    else:
+        tensor.data = own
+
+
+def _write(values: torch.Tensor, shard: torch.Tensor) -> None:
+    """Copy values; where they are the shard's own, rounded, it keeps its finer ones."""
+    if values.dtype == shard.dtype:
+        shard.copy_(values)
+    else:
+        shard.copy_(torch.where(values == shard.to(values.dtype), shard, values.to(shard.dtype)))

@@ -1,0 +1,88 @@
+"""What forwards write to weights counts, in every way in which it is written and wherever shards are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import get_strategy
+from shard_core.testing import oracle
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "root": ("fsdp", {}),
+    "units": ("fsdp", {"unit_bytes": 1}),
+    "kept": ("fsdp", {"unit_bytes": 1, "reshard_after_forward": False}),
+    "copies": ("hsdp", {"data_parallel_size": 2}),
+    "offloaded": ("fsdp_cpu_offload", {"unit_bytes": 1}),
+    "rounded": ("fsdp", {"unit_bytes": 1, "precision": "bf16-mixed"}),
+    "tp": ("tp", {"tensor_parallel_size": 1, "plan": {}}),
+}
+WAYS = ["counted", "assigned", "data", "none"]
+
+
+class Layer(nn.Module):
+    """Smooths its weight, of five rows on two ranks, in each forward."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight, self.fast = nn.Parameter(torch.randn(5, 5)), nn.Parameter(torch.randn(5))
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.way == "counted":
+                self.weight.mul_(0.9).add_(self.fast, alpha=0.1)
+            elif self.way == "assigned":
+                self.weight.data = self.weight.data * 0.9 + self.fast.data * 0.1
+            elif self.way == "data":
+                self.weight.data.mul_(0.9).add_(self.fast.data, alpha=0.1)
+        return torch.tanh(x @ self.weight) * self.fast
+
+
+def build(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Layer(way) for _ in range(3)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches() -> list[torch.Tensor]:
+    return [torch.linspace(-1, number, 40).reshape(8, 5).sin() for number in range(1, 4)]
+
+
+def train(layout: str, way: str) -> dict[str, torch.Tensor]:
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        model, optimizer = build(way)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        for x in batches():
+            with torch.no_grad():
+                model(x)
+            strategy.backward(model(x.tensor_split(2)[strategy.global_rank]).square().mean(), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+def plainly(way: str, rounded: bool) -> dict[str, torch.Tensor]:
+    model, optimizer = build(way)
+    for x in batches():
+        # Whole batches: each rank's forward writes to its own copy, all of them once.
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounded), torch.no_grad():
+            model(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
+            outputs = model(x)
+        outputs.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_forwards_write_counts(worlds: Any, layout: str, way: str) -> None:
+    expected = plainly(way, layout == "rounded")
+    for weights in worlds(2).run(train, layout, way):
+        oracle.assert_same_weights(weights, expected, 2e-2 if layout == "rounded" else 1e-5)
