@@ -34,6 +34,9 @@ def unit_class() -> Any:
                 self.running = before
 
         def _register_pre_backward_hooks(self, outputs: Any) -> Any:
+            # Upstream passes over what a unit inside has returned, and so over what stands now where a tensor that
+            # nobody holds any longer has stood; a backward through nothing else would come past this unit.
+            self._output_pre_backward_hook_registered = set()
             super()._register_pre_backward_hooks(inside_objects(outputs))  # into which upstream does not look
             return super()._register_pre_backward_hooks(outputs)
 
