@@ -163,6 +163,31 @@ def freezing_between_micro_batches(story: Story) -> None:
     story.train()
 
 
+def freezing_past_a_forward(story: Story) -> None:
+    """Freeze a unit, all of the root, and one of its parameters between a forward and its backward, and unfreeze."""
+    first, block, head = story.net.first, story.net.block, story.net.head
+
+    def frozen(loss: torch.Tensor, parts: list[Any]) -> None:
+        for part in parts:
+            part.requires_grad_(False)
+        story.backward(loss, retain_graph=True)
+        story.backward(loss)
+        story.net.requires_grad_(True)
+
+    for parts in ([block], [first, head], [first.weight], [first, block]):
+        with story.strategy.no_backward_sync(story.model):
+            story.backward(story.loss())
+            frozen(story.loss(), parts)
+        frozen(story.loss(), parts)
+        story.step()
+        block.requires_grad_(False)
+        loss = story.loss()
+        block.requires_grad_(True)
+        story.backward(loss)
+        story.step()
+    story.train()
+
+
 def hooks_on_gradients(story: Story) -> None:
     """Change gradients by hooks from before setup, in all micro-batches, and until they are removed."""
     story.train()
@@ -196,6 +221,7 @@ STORIES: dict[str, tuple[Callable[[Story], None], Any]] = {
     "weights_looked_at": (weights_looked_at, Net.parameters),
     "left_out_of_the_last_micro_batch": (left_out_of_the_last_micro_batch, Net.parameters),
     "freezing_between_micro_batches": (freezing_between_micro_batches, Net.parameters),
+    "freezing_past_a_forward": (freezing_past_a_forward, Net.parameters),
     "hooks_on_gradients": (hooks_on_gradients, hook_some),
 }
 

@@ -56,13 +56,6 @@ def value_of_an_attribute(strategy: Any) -> None:
     story.train()
 
 
-def freezing_before_the_backward(strategy: Any) -> None:
-    story = Story(strategy, sgd)
-    loss = story.loss()
-    story.net.block.requires_grad_(False)
-    story.backward(loss)
-
-
 def zeroing_between_micro_batches(strategy: Any) -> None:
     story = Story(strategy, sgd)
     with strategy.no_backward_sync(story.model):
@@ -106,7 +99,6 @@ SHARDS: dict[Any, str] = {
     hook_after_setup: "parameter 'first.weight' got a hook on its gradient",
     penalty_outside: "the loss was computed from this rank's shard of parameter",
     value_of_an_attribute: "parameter 'head.bias' was changed in place through its module's attribute",
-    freezing_before_the_backward: "was changed between a forward and its backward",
     zeroing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
     replacing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
     past_another_module_in_the_last_micro_batch: "the last backward outside did not come through its module",

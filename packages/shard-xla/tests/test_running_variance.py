@@ -9,7 +9,7 @@ from torch.utils import checkpoint
 from xla_stories import FSDP, SPMD
 
 from shard_core import get_strategy
-from shard_xla.strategy.running_variance import correct_running_variances
+from shard_xla.strategy.normalization.running_variance import correct_running_variances
 
 
 class Norms(nn.Module):

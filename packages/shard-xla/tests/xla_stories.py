@@ -85,7 +85,7 @@ class Story:
         self.model, (self.optimizer,) = strategy.setup_module_and_optimizers(net, [make(start(net))])
         self.net = strategy.unwrap(self.model)
         self.norms: list[float] = []
-        self._batches = iter(models.batches("plain", 12, 12))
+        self._batches = iter(models.batches("plain", 18, 12))
 
     def loss(self) -> torch.Tensor:
         batch = next(self._batches)

@@ -24,9 +24,13 @@ otherwise. Checked on torch_xla 2.9.0. They can go when upstream takes it to be 
 that a forward returns would lead no backward to its unit. Checked on torch_xla 2.9.0. It can go when upstream looks
 there.
 
+``XlaFullyShardedDataParallel._output_pre_backward_hook_registered``: the identities of tensors that units have
+returned, living or not, through which no backward leads to the units around them. Checked on torch_xla 2.9.0. It can go
+when every output leads to the unit that returns it.
+
 ``XlaFullyShardedDataParallel._wait_for_post_backward``, which ``strategy/unit.py`` overrides, and ``training_state``: a
-unit of whose own parameters a loss has reached none, as a root whose layers are units, would end in a ValueError.
-Checked on torch_xla 2.9.0. It can go when such a unit's backward ends.
+unit of whose own parameters a loss has reached none, as a root whose layers are units, or all were frozen after the
+forward, would end in a ValueError. Checked on torch_xla 2.9.0. It can go when such a unit's backward ends.
 
 ``torch.nn.Module._call_impl`` and ``_compiled_call_impl``: what a call of a module runs, and what it runs instead if
 that is there. Checked on torch 2.9.0. They can go when a module's call can be exchanged in public.

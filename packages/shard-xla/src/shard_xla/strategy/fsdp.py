@@ -25,7 +25,6 @@ from shard_xla.checkpoint import FlatState
 from shard_xla.config import XLAFSDPConfig
 from shard_xla.plugin import FSDP
 from shard_xla.strategy import runtime, units
-from shard_xla.strategy.empty_batches import keep_empty_batches_in_graph
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_hooks import FullParameterHooks, call_through
 from shard_xla.strategy.module_tensors import (
@@ -37,9 +36,9 @@ from shard_xla.strategy.module_tensors import (
     tensors_of_average,
 )
 from shard_xla.strategy.named_parameters import list_wholes_inside
+from shard_xla.strategy.normalization import correct_normalization
 from shard_xla.strategy.optimizers import check_stale_parameters, flat_value, repoint_to_shards
 from shard_xla.strategy.recompilation import RecompilationWatch
-from shard_xla.strategy.running_variance import correct_running_variances
 from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
@@ -96,8 +95,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         check_on_host(names)
         send_values(module)
         tensors = ModuleTensors(module)
-        correct_running_variances(module)
-        keep_empty_batches_in_graph(module)
+        correct_normalization(module)
         root = units.shard(module, self.config, rank=self.global_rank, world_size=self.world_size)
         tensors.tie_buffers()
         hooks = FullParameterHooks(root, {id(tensors.places[name].tensor): name for name in tensors.places})

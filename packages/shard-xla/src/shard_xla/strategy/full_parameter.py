@@ -40,7 +40,7 @@ class FullParameter:
     @property
     def reached(self) -> bool:
         """Whether the backward that runs, or ran last, has made a gradient for it on this rank."""
-        return self._reach.came
+        return self._reach.came and self._trains
 
     @property
     def waits(self) -> bool:
@@ -72,7 +72,8 @@ class FullParameter:
     def follow_flag(self) -> None:
         """Freeze or unfreeze what computes; the user may have reached for the shard or for the whole parameter.
 
-        Gradients that are kept on this rank stay, as those of what was frozen do in plain PyTorch.
+        Gradients that are kept on this rank stay, as those of what was frozen do in plain PyTorch. A backward through
+        forwards of before gives none to what is frozen by then, and reaches what was unfrozen since by no way.
 
         Raises:
             SetupError: If a hook would never run.
@@ -82,24 +83,12 @@ class FullParameter:
                 f"parameter {self.name!r} got a hook on its gradient, which would never run: gradients are reduced "
                 "past autograd; change them between backward() and optimizer_step()."
             )
-        if self._flag_is_known():
+        if self.shard.requires_grad == self.full.requires_grad == self._trains:
             return
         self._trains = not self._trains
         self.shard.requires_grad_(self._trains)
         self.full.requires_grad_(self._trains)
         self._watch()
-
-    def check_flag(self) -> None:
-        """Refuse a backward through a forward before which the flag was another.
-
-        Raises:
-            SetupError: If it was.
-        """
-        if not self._flag_is_known():
-            raise SetupError(
-                f"requires_grad of parameter {self.name!r} was changed between a forward and its backward; change it "
-                "before the forward, or after the backward."
-            )
 
     def show_gradient(self) -> None:
         """Set the shard's gradient to zeros, to which the sum will be added, to show that one is kept."""
@@ -128,9 +117,6 @@ class FullParameter:
     def hide_gradient(self) -> None:
         """Forget what the shard shows, before a backward adds to it."""
         self._shown = None
-
-    def _flag_is_known(self) -> bool:
-        return self.shard.requires_grad == self.full.requires_grad == self._trains
 
     def _watch(self) -> None:
         if self._trains and not self._hooks:

@@ -161,7 +161,7 @@ class FullParameterHooks:
         self._prepared = True
         self.check_values()
         for parameter in self._parameters:
-            parameter.check_flag()
+            parameter.follow_flag()
         self._drop_discarded()
         for parameter in self._parameters:
             parameter.hide_gradient()

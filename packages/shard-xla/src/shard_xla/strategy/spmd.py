@@ -14,12 +14,11 @@ from shard_xla.checkpoint import SPMDState
 from shard_xla.config import XLASPMDConfig
 from shard_xla.plugin import SPMD
 from shard_xla.strategy import runtime, spmd_sharding
-from shard_xla.strategy.empty_batches import keep_empty_batches_in_graph
 from shard_xla.strategy.engine import XLAEngine
 from shard_xla.strategy.module_tensors import ModuleTensors, check_on_host, release, take_own_names, tensors_of_average
+from shard_xla.strategy.normalization import correct_normalization
 from shard_xla.strategy.optimizers import check_stale_parameters, repoint_to_devices, spread_value
 from shard_xla.strategy.recompilation import RecompilationWatch
-from shard_xla.strategy.running_variance import correct_running_variances
 from shard_xla.strategy.tracing import stepping_lists
 from shard_xla.strategy.units import check_classes
 
@@ -66,8 +65,7 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         check_on_host(names)
         check_classes(module, self.config)
         tensors = ModuleTensors(module)
-        correct_running_variances(module)
-        keep_empty_batches_in_graph(module)
+        correct_normalization(module)
         spmd_sharding.to_device(module, self.root_device)
         for parameter in module.parameters():
             spmd_sharding.shard_tensor(parameter, self._devices)

@@ -34,6 +34,9 @@ def unit_class() -> Any:
                 self.running = before
 
         def _register_pre_backward_hooks(self, outputs: Any) -> Any:
+            # Upstream passes over what a unit inside has returned, and so over what stands now where a tensor that
+            # nobody holds any longer has stood; a backward through nothing else would come past this unit.
+            self._output_pre_backward_hook_registered = set()
             super()._register_pre_backward_hooks(inside_objects(outputs))  # into which upstream does not look
             return super()._register_pre_backward_hooks(outputs)
 
@@ -68,12 +71,13 @@ def unit_class() -> Any:
                 self.reduce_scatter_op = reduce
 
         def _wait_for_post_backward(self) -> None:
-            # Only a gradient of its own ends a unit's backward, and upstream asks whether all of them have ended.
+            # Only a gradient of its own ends a unit's backward, be it of what is frozen by then, and upstream asks
+            # whether all have ended of which something is trained.
             units = [each for each in self.modules() if isinstance(each, XlaFullyShardedDataParallel)]
             for unit in units:
-                has_begun = unit.training_state == TrainingState.BACKWARD_PRE
-                if has_begun and any(parameter.requires_grad for parameter in unit.full_params):
-                    unit.training_state = TrainingState.BACKWARD_POST
+                if unit.training_state in (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST):
+                    trains = any(parameter.requires_grad for parameter in unit.full_params)
+                    unit.training_state = TrainingState.BACKWARD_POST if trains else TrainingState.BACKWARD_PRE
             super()._wait_for_post_backward()
 
         def _lacks_rows(self, tensor: torch.Tensor) -> bool:
