@@ -79,7 +79,7 @@ class EntryMethods:
             setattr(first, _PASS_ON, self._give_output)
             register_fsdp_forward_method(first, _PASS_ON)
         for part in (each for unit in units for each in unit.modules):
-            part.register_forward_hook(self._watch)
+            part.register_forward_hook(self._watch_unit)
         for part in module.modules():
             # A list of parameters is never called itself: whoever reads it holds them.
             lists = (each for each in part.children() if isinstance(each, nn.ParameterList | nn.ParameterDict))
@@ -98,7 +98,7 @@ class EntryMethods:
         """Whether a forward or a backward runs just now."""
         return self._inside is not None or in_backward()
 
-    def _watch(self, part: torch.nn.Module, args: Any, output: Any) -> None:
+    def _watch_unit(self, part: torch.nn.Module, args: Any, output: Any) -> None:
         """Watch what a unit returns: gradients may be computed inside the forward around it, too."""
         del part, args
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -160,7 +160,7 @@ class EntryMethods:
             hidden = inside_objects(output)
             if hidden:
                 self._pass_on(unit[0], hidden)
-            self._watch([*hidden, *tree_leaves(output)])
+            self._announce_backward([*hidden, *tree_leaves(output)])
             if output is not None and part not in unit:
                 return self._pass_on(unit[0], output)
             # Torch sees by itself that a unit has run, but it waits for all of its modules.
@@ -176,8 +176,8 @@ class EntryMethods:
             if part is self._module and not torch.is_grad_enabled():
                 reshard(part)
 
-    def _watch(self, output: Sequence[Any]) -> None:
-        """Note when a backward comes to an output, but none that lives on, such as a parameter."""
+    def _announce_backward(self, output: Sequence[Any]) -> None:
+        """Call ``before_backward`` once a backward comes to an output, but none that lives on, such as a parameter."""
         if self._before_backward is None:
             return
         note = functools.partial(_call, self._before_backward)
