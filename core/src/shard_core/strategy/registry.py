@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from shard_core.initialization.drawn_alike import DrawnAlike
     from shard_core.parameters import ParameterNames
     from shard_core.preparation.layers import LayerCalls
+    from shard_core.preparation.sparse_gradients import FormerlySparse
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
     from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
-    from shard_core.strategy.sparse_gradients import FormerlySparse
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

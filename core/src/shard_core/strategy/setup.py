@@ -18,6 +18,7 @@ from shard_core.initialization.drawn_alike import DrawnAlike
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
+from shard_core.preparation.sparse_gradients import FormerlySparse, make_state_dense
 from shard_core.randomness import seed_data_rank, shared_generator
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
@@ -25,7 +26,6 @@ from shard_core.strategy.lifecycle import StrategyLifecycle
 from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 from shard_core.strategy.quantization import refuse_quantized
 from shard_core.strategy.registry import SetUpModule
-from shard_core.strategy.sparse_gradients import FormerlySparse, make_state_dense
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
