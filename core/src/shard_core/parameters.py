@@ -138,7 +138,7 @@ class PlacedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._places = {part: (plain_name(prefix), _own(part)) for prefix, part in module.named_modules()}
-        self._dtypes = {parameter: parameter.dtype for parameter in module.parameters()}
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {each: each.dtype for each in module.parameters()}
 
     def check(self, stands_for: Callable[[], Mapping[torch.Tensor, torch.Tensor]] = dict) -> None:
         """Check that no other parameter was put in one's place, for good or for one call, nor given another dtype.

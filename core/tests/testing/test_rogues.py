@@ -68,6 +68,13 @@ ROGUES = {
     "keeps_denominators": Fault("zeroed_sums_leave_no_denominator"),
     "takes_newcomers": Fault("layers_after_setup_train_or_are_refused"),
     "cuts_off_objects": Fault("objects_in_outputs_train"),
+    # what loops and forwards do besides
+    "cuts_second_derivatives": Fault("penalties_on_gradients_train"),
+    "takes_assigned_gradients": Fault("assigned_gradients_are_averaged_or_refused"),
+    "takes_strays": Fault("parameters_of_no_module_train_alike"),
+    "forgets_writes": Fault("weights_written_in_forward_count"),
+    "draws_from_its_own_seed": Fault("weights_can_be_drawn_anew"),
+    "puts_its_own_back": Fault("exchanged_parameters_count"),
     "holds_on": Fault("teardown_lets_go_of_the_module"),
     # what setup leaves alone
     "drops_the_optimizer": Fault("optimizer_made_before_or_after_setup"),

@@ -360,7 +360,8 @@ class TakesNewcomers(Rogue):
     """Steps what was put into the module after setup with the gradient of each rank alone."""
 
     def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
-        self.inner._registry.owner(optimizer).known.update(parameters(optimizer))
+        known = self.inner._registry.owner(optimizer)
+        known.known.update(set(parameters(optimizer)).intersection(known.module.parameters()))
         return self.inner.optimizer_step(optimizer, closure, **more)
 
 

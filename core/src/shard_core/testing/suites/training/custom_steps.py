@@ -42,7 +42,7 @@ class CustomSteps(Suite):
             Messages between ranks, or what frees parameters after a backward, have no derivative of their own: the
             penalty is a constant, and weights are trained as if it were not there.
         """
-        self._assert_counts_or_refused(ranks, "penalty")
+        self._assert_trained(ranks, "penalty")
 
     @promise(after=("averages_gradients",), every_size=False)
     def test_assigned_gradients_are_averaged_or_refused(self, ranks: Ranks) -> None:
@@ -51,7 +51,7 @@ class CustomSteps(Suite):
         Usual cause:
             Gradients are averaged by hooks that this way goes past; ranks drift apart without a word.
         """
-        self._assert_counts_or_refused(ranks, "assigned gradients")
+        self._assert_trained(ranks, "assigned gradients")
 
     @promise(after=("averages_gradients",), every_size=False)
     def test_parameters_of_no_module_train_alike(self, ranks: Ranks) -> None:
@@ -61,7 +61,7 @@ class CustomSteps(Suite):
             Setup sees to the module's parameters alone, and the optimizer steps what is in its groups: the gradient of
             the other is that of one rank.
         """
-        self._assert_counts_or_refused(ranks, "free parameter")
+        self._assert_trained(ranks, "free parameter")
 
     @pytest.mark.parametrize("how", ["in place", "assigned", "data", "renormalised"])
     @promise(after=("averages_gradients",), every_size=False)
@@ -72,7 +72,7 @@ class CustomSteps(Suite):
             What computes is a gathered copy, which is thrown away after the forward, and the write with it; or each
             rank writes what its own samples ask for.
         """
-        self._assert_counts_or_refused(ranks, how)
+        self._assert_trained(ranks, how)
 
     @promise(after=("averages_gradients", "changes_by_hand_count"), every_size=False)
     def test_weights_can_be_drawn_anew(self, ranks: Ranks) -> None:
@@ -82,7 +82,7 @@ class CustomSteps(Suite):
             Each rank draws its own part, all from the same generator, so that parts repeat one another; or functions
             that need whole tensors write to the parts.
         """
-        self._assert_counts_or_refused(ranks, "drawn anew")
+        self._assert_trained(ranks, "drawn anew")
 
     @pytest.mark.parametrize("what", ["exchanged", "tied", "called with others"])
     @promise(after=("averages_gradients", "layers_after_setup_train_or_are_refused"), every_size=False)
@@ -92,9 +92,9 @@ class CustomSteps(Suite):
         Usual cause:
             The next forward puts the engine's own back, without a word.
         """
-        self._assert_counts_or_refused(ranks, what)
+        self._assert_trained(ranks, what)
 
-    def _assert_counts_or_refused(self, ranks: Ranks, what: str) -> None:
+    def _assert_trained(self, ranks: Ranks, what: str) -> None:
         answers = ranks.run(train_unusually, what)
         if all(isinstance(answer, str) for answer in answers):
             return
