@@ -26,7 +26,7 @@ class Activated(nn.BatchNorm2d):
 
 
 class Units(nn.Module):
-    """Has units that are exponential where they are negative, in each of torch's ways, and norms of many orders."""
+    """Has units that are exponential where they are negative, in each of torch's ways, norms and extremes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +41,7 @@ class Units(nn.Module):
             found = unit(3 * layer(found))
         norms = [self.own.norm(order) for order in (math.inf, -math.inf, 1, 3, "fro")]
         norms += [found.norm(math.inf, dim=1).mean(), torch.norm(self.own, math.inf, dtype=torch.float64).float()]
+        norms += [self.own.amax(), self.own.amin(), *self.own.amax(1, keepdim=True)]
         return nn.functional.mse_loss(nn.functional.normalize(found, p=math.inf)[:, :2], targets) + sum(norms)
 
     @staticmethod

@@ -16,8 +16,9 @@ def correct_kernels() -> torch.library.Library:
     """Compute some operations on XLA's devices otherwise than torch_xla does, in this process from now on.
 
     In torch_xla 2.9.0, the gradients of ``elu`` and ``celu`` are computed as if the input were the output, ``selu`` has
-    no gradient of its own, ``norm`` of an infinite order is 1, and the backward of ``batch_norm`` by fixed statistics
-    raises, since it asks for those of the batch.
+    no gradient of its own, ``norm`` of an infinite order is 1, ``amax`` and ``amin`` over no dims, which are all to
+    torch, return what they got, and the backward of ``batch_norm`` by fixed statistics raises, since it asks for those
+    of the batch.
 
     Returns:
         What they are registered through, for as long as it is held.
@@ -28,6 +29,9 @@ def correct_kernels() -> torch.library.Library:
     kernels |= {f"norm.{overload}": kernel for overload, kernel in norms.items()}
     for name, kernel in kernels.items():
         library.impl(name, kernel, "AutogradXLA")
+    for name in ("amax", "amin"):
+        upstreams = torch.library.get_kernel(f"aten::{name}", "AutogradXLA")
+        library.impl(name, functools.partial(_over_all_dims, upstreams), "AutogradXLA", with_keyset=True)
     return library
 
 
@@ -58,6 +62,12 @@ def _norm(values: Tensor, p: float | None = 2.0, dim: Any = None, keepdim: bool 
 
 def _norm_as(values: Tensor, p: float | None, *rest: Any, dtype: torch.dtype) -> Tensor:
     return _norm(values.to(dtype), p, *rest)
+
+
+def _over_all_dims(upstreams: Any, keys: Any, values: Tensor, dim: Any = (), *rest: Any, **keywords: Any) -> Tensor:
+    dims = list(range(values.dim())) if dim is None or not len(dim) else dim
+    found: Tensor = upstreams.call_boxed(keys, values, dims, *rest, **keywords)
+    return found
 
 
 def _batch_norm(
