@@ -10,6 +10,7 @@ import torch
 
 from shard_core import LaunchError, SetupError, StrategyUnavailable
 from shard_xla.strategy import device_module
+from shard_xla.strategy.kernels import correct_kernels
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ def start(strategy: str, *, devices: int | None, spmd: bool) -> None:
         )
     _check_autograd(strategy, torch_xla.device())
     register_device_module(device_module)
+    correct_kernels()
 
 
 def _check_autograd(strategy: str, device: torch.device) -> None:

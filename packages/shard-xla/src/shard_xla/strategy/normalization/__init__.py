@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_xla.strategy.normalization.empty_batches import keep_empty_batches_in_graph
-from shard_xla.strategy.normalization.fixed_statistics import lead_back_past_fixed_statistics
 from shard_xla.strategy.normalization.running_variance import correct_running_variances
 
 if TYPE_CHECKING:
@@ -20,7 +19,5 @@ def correct_normalization(module: nn.Module) -> None:
     Args:
         module: The whole module.
     """
-    # An output is computed again from the batch that a layer got, with the sample that stands in for none.
-    lead_back_past_fixed_statistics(module)
     correct_running_variances(module)
     keep_empty_batches_in_graph(module)
