@@ -15,6 +15,8 @@ from shard_core.testing.suites.checkpoint.state_dicts import StateDicts
 from shard_core.testing.suites.checkpoint.weights import Weights
 from shard_core.testing.suites.collectives.synchronization import Synchronization
 from shard_core.testing.suites.collectives.tensors import Tensors
+from shard_core.testing.suites.custom_code.custom_steps import CustomSteps
+from shard_core.testing.suites.custom_code.surroundings import Surroundings
 from shard_core.testing.suites.launcher import Launching
 from shard_core.testing.suites.plugin.construction import Construction
 from shard_core.testing.suites.plugin.metadata import Metadata
@@ -23,7 +25,6 @@ from shard_core.testing.suites.training.accumulation import Accumulation
 from shard_core.testing.suites.training.averages import Averages
 from shard_core.testing.suites.training.capabilities import Capabilities
 from shard_core.testing.suites.training.clipping import Clipping
-from shard_core.testing.suites.training.custom_steps import CustomSteps
 from shard_core.testing.suites.training.data import Data
 from shard_core.testing.suites.training.float16 import Float16
 from shard_core.testing.suites.training.gradients import Shown
@@ -35,7 +36,6 @@ from shard_core.testing.suites.training.randomness import Randomness
 from shard_core.testing.suites.training.replicas import Replicas
 from shard_core.testing.suites.training.setup import Setup
 from shard_core.testing.suites.training.structure import Structure
-from shard_core.testing.suites.training.surroundings import Surroundings
 
 
 # Pytest runs the tests of the last base first.

@@ -1,0 +1,1 @@
+"""What users' own modules and loops do beyond a loss, a backward and a step."""
