@@ -5,6 +5,15 @@ from xla_environments import HASTY, spread_over
 
 from shard_core.testing import Conformance
 
+_DRAWN = {
+    "weights_can_be_drawn_anew": "XLA draws from a generator of its own, and shards of flat parameters one by one"
+}
+_FLAT = {
+    **_DRAWN,
+    "data_written_in_forward_count": "torch_xla makes what forwards read anew from flat shards, and minds no writes",
+    "borrowed_parameters_count": "torch_xla makes what forwards read anew from flat shards, whatever stands there",
+}
+
 
 class TestXLAFSDP(Conformance):
     strategy = "xla_fsdp"
@@ -13,6 +22,7 @@ class TestXLAFSDP(Conformance):
     environment = HASTY
     patience = 4.0
     world_sizes = (2,)
+    known_failures = _FLAT
 
 
 @pytest.mark.long
@@ -23,6 +33,7 @@ class TestXLAFSDPAtOtherSizes(Conformance):
     environment = HASTY
     patience = 4.0
     world_sizes = (1, 3)
+    known_failures = _FLAT
 
 
 @pytest.mark.long
@@ -32,6 +43,7 @@ class TestXLASPMDOnOneDevice(Conformance):
     world_sizes = (1,)
     environment = spread_over(1)
     patience = 4.0
+    known_failures = _DRAWN
 
 
 class TestXLASPMDOnFourDevices(Conformance):
@@ -40,3 +52,4 @@ class TestXLASPMDOnFourDevices(Conformance):
     world_sizes = (1,)
     environment = spread_over(4)
     patience = 4.0
+    known_failures = _DRAWN
