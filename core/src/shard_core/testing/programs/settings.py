@@ -154,6 +154,7 @@ def offered(strategy: str) -> list[str]:
     free -= {name for name, (preset, value) in _NEEDS_PRESET.items() if card.presets.get(preset) != value}
     free -= {name for option in card.options for name in _REFUSED_BESIDE.get(option.name, ())}
     free -= {name for name, other in _INSTEAD.items() if other in free}
+    free -= {name for pair in APART.items() for name in pair if not card.presets.keys().isdisjoint(pair)}
     return [f"{name}={value}" for name, values in OPTIONS.items() if name in free for value in values]
 
 
