@@ -23,7 +23,6 @@ from shard_core.testing.suites.training.accumulation import Accumulation
 from shard_core.testing.suites.training.averages import Averages
 from shard_core.testing.suites.training.capabilities import Capabilities
 from shard_core.testing.suites.training.clipping import Clipping
-from shard_core.testing.suites.training.custom_steps import CustomSteps
 from shard_core.testing.suites.training.data import Data
 from shard_core.testing.suites.training.float16 import Float16
 from shard_core.testing.suites.training.gradients import Shown
@@ -35,7 +34,7 @@ from shard_core.testing.suites.training.randomness import Randomness
 from shard_core.testing.suites.training.replicas import Replicas
 from shard_core.testing.suites.training.setup import Setup
 from shard_core.testing.suites.training.structure import Structure
-from shard_core.testing.suites.training.surroundings import Surroundings
+from shard_core.testing.suites.training.surroundings import CustomSteps, Surroundings
 
 
 # Pytest runs the tests of the last base first.
