@@ -15,10 +15,9 @@ from shard_core import SetupError, Strategy
 from shard_core.backend import FullySharder, TensorState, TorchEngine, find_units, local_gradients, prepare_layers
 from shard_core.plugins import DATA_AXIS, MeshShape
 from shard_tp.config import TPConfig
-from shard_tp.consistency import ConsistencyCheck
+from shard_tp.consistency import ConsistencyCheck, refuse_second_derivatives
 from shard_tp.plan import apply_plan, check_styles, own_plan, split_by
 from shard_tp.plugin import TP
-from shard_tp.second_derivatives import refuse_second_derivatives
 from shard_tp.tuning import worth_trying
 
 if TYPE_CHECKING:
