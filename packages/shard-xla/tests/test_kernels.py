@@ -120,3 +120,14 @@ def test_training_is_that_of_torchs_kernels(worlds: Any, kind: Any, strategy: An
     true_shown, true_weights = trained(Plain(), kind, make)
     oracle.assert_same_numbers("norm or loss", shown, true_shown, 1e-5)
     oracle.assert_same_weights(weights, true_weights, 1e-5)
+
+
+def in_bfloat16() -> float:
+    with get_strategy("xla_fsdp", accelerator="xla", precision="bf16-mixed") as strategy:
+        return trained(strategy, Units, sgd)[0][0]
+
+
+def test_units_train_in_bfloat16(worlds: Any) -> None:
+    true_norm = trained(Plain(), Units, sgd)[0][0]
+    for norm in worlds(2, FSDP[2]).run(in_bfloat16):
+        assert norm == pytest.approx(true_norm, rel=0.1)

@@ -15,17 +15,19 @@ _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 def correct_kernels() -> torch.library.Library:
     """Compute some operations on XLA's devices otherwise than torch_xla does, in this process from now on.
 
-    In torch_xla 2.9.0, the gradients of ``elu`` and ``celu`` are computed as if the input were the output, ``selu`` has
-    no gradient of its own, ``norm`` of an infinite order is 1, ``amax`` and ``amin`` over no dims, which are all to
-    torch, return what they got, and the backward of ``batch_norm`` by fixed statistics raises, since it asks for those
-    of the batch.
+    In torch_xla 2.9.0, the gradients of ``elu`` and ``celu`` are computed as if the input were the output, and those in
+    bfloat16 fail, in place too; ``selu`` has no gradient of its own, ``norm`` of an infinite order is 1, ``amax`` and
+    ``amin`` over no dims, which are all to torch, return what they got, and the backward of ``batch_norm`` by fixed
+    statistics raises, since it asks for those of the batch.
 
     Returns:
         What they are registered through, for as long as it is held.
     """
     library = torch.library.Library("aten", "IMPL")
     norms = {"Scalar": _norm, "ScalarOpt_dim": _norm, "ScalarOpt_dtype": _norm_as, "ScalarOpt_dim_dtype": _norm_as}
-    kernels = {"elu": _elu, "celu": _celu, "selu": _selu, "selu_": _selu_in_place, "batch_norm": _batch_norm}
+    units = {"elu": _elu, "celu": _celu, "selu": _selu}
+    kernels: dict[str, Any] = {"batch_norm": _batch_norm, **units}
+    kernels |= {f"{name}_": functools.partial(_in_place, kernel) for name, kernel in units.items()}
     kernels |= {f"norm.{overload}": kernel for overload, kernel in norms.items()}
     for name, kernel in kernels.items():
         library.impl(name, kernel, "AutogradXLA")
@@ -49,9 +51,8 @@ def _selu(values: Tensor) -> Tensor:
     return _elu(values, _SELU_ALPHA, _SELU_SCALE)
 
 
-def _selu_in_place(values: Tensor) -> Tensor:
-    found: Tensor = torch.ops.aten.elu_(values, _SELU_ALPHA, _SELU_SCALE)
-    return found
+def _in_place(kernel: Any, values: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    return values.copy_(kernel(values.clone(), *args, **keywords))
 
 
 def _norm(values: Tensor, p: float | None = 2.0, dim: Any = None, keepdim: bool = False) -> Tensor:
