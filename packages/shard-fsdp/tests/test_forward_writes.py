@@ -14,6 +14,7 @@ from shard_core.testing import oracle
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "root": ("fsdp", {}),
     "units": ("fsdp", {"unit_bytes": 1}),
+    "joined": ("fsdp", {"unit_bytes": 240}),
     "kept": ("fsdp", {"unit_bytes": 1, "reshard_after_forward": False}),
     "copies": ("hsdp", {"data_parallel_size": 2}),
     "offloaded": ("fsdp_cpu_offload", {"unit_bytes": 1}),
@@ -44,7 +45,7 @@ class Layer(nn.Module):
 
 def build(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = nn.Sequential(*(Layer(way) for _ in range(3)))
+    model = nn.Sequential(*(Layer(way) for _ in range(4)))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -86,3 +87,33 @@ def test_what_forwards_write_counts(worlds: Any, layout: str, way: str) -> None:
     expected = plainly(way, layout == "rounded")
     for weights in worlds(2).run(train, layout, way):
         oracle.assert_same_weights(weights, expected, 2e-2 if layout == "rounded" else 1e-5)
+
+
+def change_by_hand(layout: str, way: str) -> dict[str, torch.Tensor]:
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        model, optimizer = build(way)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        for x in batches():
+            loss = model(x.tensor_split(2)[strategy.global_rank]).square().mean()
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+            strategy.backward(loss, model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["root", "kept"])
+def test_a_change_by_hand_between_a_forward_and_its_backward_lasts(worlds: Any, layout: str, way: str) -> None:
+    model, optimizer = build(way)
+    for x in batches():
+        loss = model(x).square().mean()
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)  # the backward does not read it
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in worlds(2).run(change_by_hand, layout, way):
+        oracle.assert_same_weights(weights, model.state_dict(), 1e-5)

@@ -21,8 +21,8 @@ class ForwardWrites:
     """Writes to a module's shards what its forwards have written to weights, as momentum encoders and clamps do.
 
     A write is noticed by the tensor's count of changes, or by other memory behind it. Torch counts no write through
-    ``parameter.data`` in place; these are looked for in the first forward of each unit, value by value, and what was
-    written to there is taken to be written to in every forward.
+    ``parameter.data`` in place; these are looked for in the first forward of each part of a unit, value by value, and
+    what was written to there is taken to be written to in every forward.
 
     Args:
         module: One that was sharded.
@@ -42,44 +42,69 @@ class ForwardWrites:
             part.register_forward_hook(self._end, prepend=True)
 
     def take(self) -> None:
-        """Take what was written to what is gathered just now, between a forward and its backward, say."""
+        """Take what was written to what is gathered just now, between a forward and its backward, say.
+
+        What is written uncounted is left out: the forward's end has taken it, and shards may have changed since.
+        """
         for unit in set(self._units.values()):
             if is_gathered(unit):
                 self._take(unit)
 
-    def _begin(self, part: nn.Module, args: Any) -> None:
-        del args
-        if torch.compiler.is_compiling():
-            return
-        for tensor in gathered_for(self._units[part]):
+    def begin(self, unit: nn.Module) -> None:
+        """Begin to watch what a unit has gathered for a call.
+
+        Args:
+            unit: Its first module, or the whole module for the root's.
+        """
+        for tensor in gathered_for(unit):
             if tensor not in self._seen:
                 self._seen[tensor] = _Gathered(tensor)
 
+    def end(self, unit: nn.Module, part: nn.Module) -> None:
+        """Take what a call has written.
+
+        Args:
+            unit: What was begun with.
+            part: What was called.
+        """
+        if is_gathered(unit):
+            self._take(unit, part)
+
+    def _begin(self, part: nn.Module, args: Any) -> None:
+        del args
+        if not torch.compiler.is_compiling():
+            self.begin(self._units[part])
+
     def _end(self, part: nn.Module, args: Any, output: Any) -> None:
         del args, output
-        unit = self._units[part]
-        if not torch.compiler.is_compiling() and is_gathered(unit):
-            self._take(unit)
+        if not torch.compiler.is_compiling():
+            self.end(self._units[part], part)
 
     @torch.no_grad()
-    def _take(self, unit: nn.Module) -> None:
-        compared = unit in self._compared
-        self._compared.add(unit)
+    def _take(self, unit: nn.Module, part: nn.Module | None = None) -> None:
+        """Take what was written; by a part, also what torch does not count."""
+        compared = part is None or part in self._compared
+        if part is not None:
+            self._compared.add(part)
         for tensor, parameter in gathered_for(unit).items():
             seen = self._seen.get(tensor)
             if seen is None:
                 continue
-            written = seen.written()
+            written = seen.written() or (seen.always and part is not None)
+            if compared and not written:
+                continue
             shard, mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter, self._mine(seen)
-            if not compared and not written and not torch.equal(mine, shard.to(mine.device, mine.dtype)):
+            if not written and not _same(mine, shard.to(mine.device, mine.dtype)):
                 written = seen.always = True
             if written and mine.numel():
                 _write(mine.to(shard.device), shard)
 
     def _mine(self, seen: _Gathered) -> torch.Tensor:
         """Return what of a gathered parameter is this rank's."""
-        chunks = seen.own.chunk(self._ranks)
-        return chunks[self._place] if self._place < len(chunks) else seen.own[:0]
+        rows = len(seen.own)
+        each = -(-rows // self._ranks)
+        start = min(self._place * each, rows)
+        return seen.own.narrow(0, start, min(each, rows - start))
 
 
 class _Gathered:
@@ -97,14 +122,14 @@ class _Gathered:
         self._changes = self._count()
 
     def written(self) -> bool:
-        """Return whether it was written to since this was last asked; ``own`` has the values then."""
+        """Return whether it was seen to be written to since this was last asked; ``own`` has the values then."""
         local = _local(self._tensor)
         exchanged = local.data_ptr() != self.own.data_ptr()
         if exchanged:
             self.own.copy_(local)
             _exchange(self._tensor, self.own)
         before, self._changes = self._changes, self._count()
-        return exchanged or self.always or before != self._changes
+        return exchanged or before != self._changes
 
     def _count(self) -> tuple[int | None, ...]:
         return version_of(self._tensor), version_of(_held(self._tensor))
@@ -126,6 +151,10 @@ def _exchange(tensor: torch.Tensor, own: torch.Tensor) -> None:
         set_local_tensor(tensor, DTensor.from_local(own, tensor.device_mesh, tensor.placements, run_check=False))
     else:
         tensor.data = own
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _write(values: torch.Tensor, shard: torch.Tensor) -> None:
