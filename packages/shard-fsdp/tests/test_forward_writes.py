@@ -117,3 +117,77 @@ def test_a_change_by_hand_between_a_forward_and_its_backward_lasts(worlds: Any, 
         optimizer.zero_grad()
     for weights in worlds(2).run(change_by_hand, layout, way):
         oracle.assert_same_weights(weights, model.state_dict(), 1e-5)
+
+
+class Block(nn.Module):
+    """Holds a layer, which is no unit of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.scale = Layer(way), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+class Encoder(nn.Module):
+    """Has a method that calls what is inside units, and inside the root's."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.stem = Layer(way)
+        self.blocks = nn.ModuleList(Block(way) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block.inner(x)
+        return x
+
+
+def build_encoder(way: str) -> tuple[Encoder, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Encoder(way)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def encode(layout: str, way: str, learning: bool) -> dict[str, torch.Tensor]:
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        model, optimizer = build_encoder(way)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        for x in batches():
+            x = x.tensor_split(2)[strategy.global_rank]
+            if learning:
+                strategy.backward(model.encode(x).square().mean(), model)
+            else:
+                with torch.no_grad():
+                    model.encode(x)
+                strategy.backward(model(x).square().mean(), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+@pytest.mark.parametrize("learning", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["root", "units", "joined", "kept"])
+def test_what_is_written_in_calls_from_methods_counts(worlds: Any, layout: str, way: str, learning: bool) -> None:
+    model, optimizer = build_encoder(way)
+    for x in batches():
+        if learning:
+            model.encode(x).square().mean().backward()
+        else:
+            with torch.no_grad():
+                model.encode(x)
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in worlds(2).run(encode, layout, way, learning):
+        oracle.assert_same_weights(weights, model.state_dict(), 1e-5)

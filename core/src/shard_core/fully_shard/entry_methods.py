@@ -22,6 +22,7 @@ from shard_core.parameters import PlacedParameters
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from shard_core.fully_shard.forward_writes import ForwardWrites
     from shard_core.fully_shard.units import Unit
 
 #: The forward method that is set on units, to run their hooks when a part of them has run.
@@ -54,17 +55,23 @@ class EntryMethods:
         module: A module that was sharded.
         units: Its units, inner ones before those around them.
         before_backward: What is called when a backward comes to what such a call, or the module's own, has returned.
+        writes: Takes what such calls write to weights.
 
     Attributes:
         second: What notices graphs of gradients.
     """
 
     def __init__(
-        self, module: torch.nn.Module, units: Sequence[Unit], before_backward: Callable[[], None] | None = None
+        self,
+        module: torch.nn.Module,
+        units: Sequence[Unit],
+        before_backward: Callable[[], None],
+        writes: ForwardWrites,
     ) -> None:
         self.second = SecondDerivatives(module)
         self._module = module
         self._before_backward = before_backward
+        self._writes = writes
         self._unit_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = dict.fromkeys(module.modules(), (module,))
         for unit in reversed(units):
             self._unit_of.update({part: unit.modules for each in unit.modules for part in each.modules()})
@@ -136,7 +143,9 @@ class EntryMethods:
             self._started = True
         if stale:  # a method goes on with what the root had gathered
             cast("FSDPModule", self._module).unshard()
-        cast("FSDPModule", self._unit_of[part][0]).unshard()
+        unit = self._unit_of[part][0]
+        cast("FSDPModule", unit).unshard()
+        self._writes.begin(unit)
 
     def _free_stale(self) -> bool:
         """Free what is gathered if shards may have changed since; return whether that was so."""
@@ -155,6 +164,8 @@ class EntryMethods:
         del args
         try:
             unit = self._unit_of[part]
+            if part is not self._module and part not in unit:  # else its own hooks do
+                self._writes.end(unit[0], part)
             if torch.is_grad_enabled():
                 self.second.watch(output)
             hidden = inside_objects(output)
@@ -178,8 +189,6 @@ class EntryMethods:
 
     def _announce_backward(self, output: Sequence[Any]) -> None:
         """Call ``before_backward`` once a backward comes to an output, but none that lives on, such as a parameter."""
-        if self._before_backward is None:
-            return
         note = functools.partial(_call, self._before_backward)
         for each in output:
             if isinstance(each, torch.Tensor) and each.grad_fn is not None:

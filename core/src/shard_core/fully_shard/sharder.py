@@ -161,8 +161,8 @@ class FullySharder:
         self._gradients[module] = DeferredGradients(shards)
         self._hooks[module] = GradientHooks(module)
         self._hooks[module].move(names)
-        self._calls[module] = EntryMethods(module, units, self._hooks[module].begin_backward)
         self._writes[module] = ForwardWrites(module, units, self._mesh)
+        self._calls[module] = EntryMethods(module, units, self._hooks[module].begin_backward, self._writes[module])
         list_shards(module, self._calls[module])
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
