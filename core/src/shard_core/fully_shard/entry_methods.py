@@ -108,8 +108,7 @@ class EntryMethods:
     def _watch_unit(self, part: torch.nn.Module, args: Any, output: Any) -> None:
         """Watch what a unit returns: gradients may be computed inside the forward around it, too."""
         del part, args
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.second.watch(output)
+        self.second.watch(output)
 
     def send_left(self) -> None:
         """Have units send gradients that a backward has left with them, having come past what they returned."""
@@ -166,8 +165,7 @@ class EntryMethods:
             unit = self._unit_of[part]
             if part is not self._module and part not in unit:  # else its own hooks do
                 self._writes.end(unit[0], part)
-            if torch.is_grad_enabled():
-                self.second.watch(output)
+            self.second.watch(output)
             hidden = inside_objects(output)
             if hidden:
                 self._pass_on(unit[0], hidden)

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 def on_created_graph(tensors: Any, call: Callable[[], object]) -> None:
     """Call a function when a backward that creates a graph comes to some tensors.
 
+    Without gradients, and inside what is compiled, nothing is noticed.
+
     Args:
-        tensors: What a forward has returned, in any structure.
+        tensors: What a forward has returned, in any structure; those that nothing has computed, such as parameters,
+            outlive it, and are left out.
         call: What is called, perhaps several times.
     """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
 
     def hook(gradient: torch.Tensor) -> None:
         del gradient
@@ -30,7 +35,7 @@ def on_created_graph(tensors: Any, call: Callable[[], object]) -> None:
             call()
 
     for tensor in tree_leaves(tensors):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(hook)
 
 
@@ -60,6 +65,8 @@ class SecondDerivatives:
         on_created_graph(tensors, self._keep)
 
     def _keep(self) -> None:
+        if self.pending:  # of many tensors
+            return
         self.pending = True
         cast("FSDPModule", self._module).set_reshard_after_backward(False)
 

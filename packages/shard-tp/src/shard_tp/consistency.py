@@ -164,8 +164,7 @@ class _Refusal:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Watch for a backward that creates a graph; what is compiled is not watched."""
         del module, args
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            on_created_graph(output, self._refuse)
+        on_created_graph(output, self._refuse)
 
     def _refuse(self) -> NoReturn:
         raise SetupError(
