@@ -56,7 +56,7 @@ def shards_and_log() -> Any:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shard_core.fully_shard.sharder")
+    logger = logging.getLogger("shard_core.fully_shard.units")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with get_strategy("fsdp", unit_bytes=800) as strategy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +20,7 @@ from shard_core.fully_shard.forward_writes import ForwardWrites
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
 from shard_core.fully_shard.gradient_hooks import GradientHooks
 from shard_core.fully_shard.named_parameters import list_shards
+from shard_core.fully_shard.units import log_units
 from shard_core.gradients import check_used_alike, is_differentiable, on_gradient
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
@@ -28,18 +28,16 @@ from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
 from shard_core.parameters import laid_out_like, make_contiguous, plain_name
 from shard_core.precision.dtypes import dtype_named
-from shard_core.preparation.submodules import num_bytes
 from shard_core.replicas import AveragedGradients, send_values
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
 
     from shard_core.collectives.interface import Collectives
     from shard_core.fully_shard.units import Unit
     from shard_core.parameters import ParameterNames
     from shard_core.precision.interface import PrecisionPolicy
-
-log = logging.getLogger(__name__)
 
 
 class FullySharder:
@@ -47,7 +45,7 @@ class FullySharder:
 
     A strategy holds one per run. Order of calls: ``recording`` around construction, ``shard``, then
     ``backward`` around each backward, ``deferred`` around those whose gradients need not travel yet, ``reshard`` before
-    shards are read or stepped.
+    shards are read or stepped, ``close`` at the end.
 
     Args:
         mesh: The data-parallel ranks along one axis, or along two: copies, and the ranks that shard each.
@@ -87,6 +85,7 @@ class FullySharder:
         self._calls: weakref.WeakKeyDictionary[torch.nn.Module, EntryMethods] = weakref.WeakKeyDictionary()
         self._writes: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWrites] = weakref.WeakKeyDictionary()
         self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
         self._in_backward = False
         self._recording: Recording | None = None
         self._leaves_parameters = False
@@ -154,7 +153,7 @@ class FullySharder:
             self._refuse_unset(module)
         self._replicas[module] = AveragedGradients(_unsharded(module, kept), at_end=True)
         for parameter in filter(is_differentiable, _unsharded(module, kept) if self._mesh.size() > 1 else ()):
-            on_gradient(parameter, self._check_backward)
+            self._handles.append(on_gradient(parameter, self._check_backward))
         if self._deferred == "all_reduce":
             self._syncs[module] = DeferredSync(module, units)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
@@ -280,6 +279,15 @@ class FullySharder:
                     "from: a tensor, a tuple, a dict, a dataclass or an object with tensors for attributes."
                 )
 
+    def close(self) -> None:
+        """Let go of modules, which what is kept for each of them holds, and of gradients that nobody averages now."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for kept in (self._replicas, self._syncs, self._gradients, self._hooks, self._calls, self._writes):
+            kept.clear()
+        self._recording = None
+
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient still waits of what an optimizer steps, the last backward having come past it.
 
@@ -333,7 +341,7 @@ class FullySharder:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     use_gloo_comm(part)
-        _log_units(module, units, self._mesh)
+        log_units(module, units, self._mesh)
 
     def _refuse_unset(self, module: torch.nn.Module) -> None:
         """Register a check before the first forward that a checkpoint has filled every parameter."""
@@ -378,15 +386,3 @@ def _shard_full_tensors(
 def _unsharded(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:
     """List the parameters that are not sharded: those asked for, and those without a dimension or element to shard."""
     return [p for name, p in module.named_parameters() if p.dim() == 0 or p.numel() == 0 or plain_name(name) in kept]
-
-
-def _log_units(module: torch.nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
-    """Log the units and their sizes."""
-    total, logged = num_bytes(module), 0
-    for number, unit in enumerate(units):
-        # A unit does not hold what units inside it hold.
-        upto = num_bytes(*(part for each in units[: number + 1] for part in each.modules))
-        log.info("unit %s: %.1f MiB", ", ".join(unit.names), (upto - logged) / 2**20)
-        logged = upto
-    ranks = " x ".join(map(str, mesh.shape))
-    log.info("root unit: %.1f of %.1f MiB, over %s ranks", (total - logged) / 2**20, total / 2**20, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ from shard_core.preparation.submodules import num_bytes, runs_of_blocks
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,3 +199,21 @@ def _parting(module: nn.Module, groups: Sequence[Sequence[nn.Module]], dissolved
             shared = sum(len(set(steps)) == 1 for steps in zip(*each, strict=False))
             parting |= {number for stack in each for number in stack[shared:]}
     return parting
+
+
+def log_units(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
+    """Log the units and their sizes.
+
+    Args:
+        module: The whole module, sharded.
+        units: Its units, inner ones before those around them.
+        mesh: The data-parallel ranks.
+    """
+    total, logged = num_bytes(module), 0
+    for number, unit in enumerate(units):
+        # A unit does not hold what units inside it hold.
+        upto = num_bytes(*(part for each in units[: number + 1] for part in each.modules))
+        log.info("unit %s: %.1f MiB", ", ".join(unit.names), (upto - logged) / 2**20)
+        logged = upto
+    ranks = " x ".join(map(str, mesh.shape))
+    log.info("root unit: %.1f of %.1f MiB, over %s ranks", (total - logged) / 2**20, total / 2**20, ranks)

@@ -127,6 +127,11 @@ class FSDPStrategy(TorchEngine, Strategy):
             self._sharding.check_sent(optimizer)
         super().engine_step(optimizer, closure, **kwargs)
 
+    def engine_teardown(self) -> None:
+        """Let go of the modules; there are none where ranks were not arranged."""
+        if "_sharding" in vars(self):
+            self._sharding.close()
+
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:

@@ -120,6 +120,11 @@ class TPStrategy(TorchEngine, Strategy):
             self._trusted.add(optimizer)
         super().engine_step(optimizer, closure, **kwargs)
 
+    def engine_teardown(self) -> None:
+        """Let go of the modules; there are none where ranks were not arranged."""
+        if "_sharding" in vars(self):
+            self._sharding.close()
+
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int
     ) -> Generator[Sequence[Mapping[str, Any]], Mapping[str, Any], None]:
