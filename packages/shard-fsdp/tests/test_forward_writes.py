@@ -160,6 +160,7 @@ def build_encoder(way: str) -> tuple[Encoder, torch.optim.Optimizer]:
 def encode(layout: str, way: str, learning: bool) -> dict[str, torch.Tensor]:
     name, options = LAYOUTS[layout]
     with get_strategy(name, accelerator="cpu", **options) as strategy:
+        model: Any
         model, optimizer = build_encoder(way)
         model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
         for x in batches():
@@ -191,3 +192,20 @@ def test_what_is_written_in_calls_from_methods_counts(worlds: Any, layout: str, 
         optimizer.zero_grad()
     for weights in worlds(2).run(encode, layout, way, learning):
         oracle.assert_same_weights(weights, model.state_dict(), 1e-5)
+
+
+def change_held(layout: str) -> bool:
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        model: Any = strategy.setup_module(build_encoder("none")[0])
+        held, x = list(model.parameters()), batches()[0]
+        with torch.no_grad():
+            model.stem(x)
+            held[0].mul_(0.5)
+            model.blocks[0].inner(x)
+        expected = build_encoder("none")[0].stem.weight * 0.5
+        return torch.equal(dict(strategy.full_parameters(model))["stem.weight"], expected)
+
+
+def test_a_change_by_hand_between_calls_from_methods_lasts(worlds: Any) -> None:
+    assert worlds(2).run(change_held, "root") == [True, True]

@@ -35,7 +35,7 @@ def tear_down(layout: str) -> tuple[float, bool]:
     name, options = LAYOUTS[layout]
     strategy = get_strategy(name, accelerator="cpu", **options)
     with strategy:
-        model = Scaled()
+        model: Any = Scaled()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
         strategy.backward(model(torch.randn(2, 4)).square().mean(), model)

@@ -144,7 +144,7 @@ class EntryMethods:
             cast("FSDPModule", self._module).unshard()
         unit = self._unit_of[part][0]
         cast("FSDPModule", unit).unshard()
-        self._writes.begin(unit)
+        self._writes.begin(unit, part)
 
     def _free_stale(self) -> bool:
         """Free what is gathered if shards may have changed since; return whether that was so."""

@@ -34,6 +34,7 @@ class ForwardWrites:
         self._place, self._ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         self._seen: dict[torch.Tensor, _Gathered] = {}
         self._compared: set[nn.Module] = set()
+        self._outdated: dict[nn.Module, set[torch.Tensor]] = {}
         self._units = {first: first for first in [module, *(unit.modules[0] for unit in units)]}
         self._units |= {part: unit.modules[0] for unit in units for part in unit.modules}
         for part in self._units:
@@ -50,15 +51,18 @@ class ForwardWrites:
             if is_gathered(unit):
                 self._take(unit)
 
-    def begin(self, unit: nn.Module) -> None:
+    def begin(self, unit: nn.Module, part: nn.Module) -> None:
         """Begin to watch what a unit has gathered for a call.
 
         Args:
             unit: Its first module, or the whole module for the root's.
+            part: What is called.
         """
         for tensor in gathered_for(unit):
             if tensor not in self._seen:
                 self._seen[tensor] = _Gathered(tensor)
+        if part not in self._compared and is_gathered(unit):
+            self._outdated[part] = self._find_outdated(unit)
 
     def end(self, unit: nn.Module, part: nn.Module) -> None:
         """Take what a call has written.
@@ -73,7 +77,7 @@ class ForwardWrites:
     def _begin(self, part: nn.Module, args: Any) -> None:
         del args
         if not torch.compiler.is_compiling():
-            self.begin(self._units[part])
+            self.begin(self._units[part], part)
 
     def _end(self, part: nn.Module, args: Any, output: Any) -> None:
         del args, output
@@ -84,20 +88,32 @@ class ForwardWrites:
     def _take(self, unit: nn.Module, part: nn.Module | None = None) -> None:
         """Take what was written; by a part, also what torch does not count."""
         compared = part is None or part in self._compared
+        outdated: set[torch.Tensor] = set()
         if part is not None:
             self._compared.add(part)
+            outdated = self._outdated.pop(part, outdated)
         for tensor, parameter in gathered_for(unit).items():
             seen = self._seen.get(tensor)
             if seen is None:
                 continue
             written = seen.written() or (seen.always and part is not None)
-            if compared and not written:
+            if not written and (compared or tensor in outdated):
                 continue
-            shard, mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter, self._mine(seen)
-            if not written and not _same(mine, shard.to(mine.device, mine.dtype)):
+            mine, shard = self._both(seen, parameter)
+            if not written and not _same(mine, shard):
                 written = seen.always = True
             if written and mine.numel():
                 _write(mine.to(shard.device), shard)
+
+    @torch.no_grad()
+    def _find_outdated(self, unit: nn.Module) -> set[torch.Tensor]:
+        """Find what was gathered before its shard was changed: the call that is to come has not written that."""
+        pairs = gathered_for(unit).items()
+        return {each for each, parameter in pairs if not _same(*self._both(self._seen[each], parameter))}
+
+    def _both(self, seen: _Gathered, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what of a gathered parameter is this rank's, and the shard it was gathered from."""
+        return self._mine(seen), parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def _mine(self, seen: _Gathered) -> torch.Tensor:
         """Return what of a gathered parameter is this rank's."""
@@ -153,8 +169,8 @@ def _exchange(tensor: torch.Tensor, own: torch.Tensor) -> None:
         tensor.data = own
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def _same(mine: torch.Tensor, shard: torch.Tensor) -> bool:
+    return torch.allclose(mine, shard.to(mine.device, mine.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def _write(values: torch.Tensor, shard: torch.Tensor) -> None:
