@@ -22,7 +22,7 @@ class ForwardWrites:
 
     A write is noticed by the tensor's count of changes, or by other memory behind it. Torch counts no write through
     ``parameter.data`` in place; these are looked for in the first forward of each part of a unit, value by value, and
-    what was written to there is taken to be written to in every forward.
+    what was written to there is taken to be written to in every forward of that part.
 
     Args:
         module: One that was sharded.
@@ -96,12 +96,13 @@ class ForwardWrites:
             seen = self._seen.get(tensor)
             if seen is None:
                 continue
-            written = seen.written() or (seen.always and part is not None)
+            written = seen.written() or part in seen.writers
             if not written and (compared or tensor in outdated):
                 continue
             mine, shard = self._both(seen, parameter)
-            if not written and not _same(mine, shard):
-                written = seen.always = True
+            if not written and part is not None and not _same(mine, shard):
+                written = True
+                seen.writers.add(part)
             if written and mine.numel():
                 _write(mine.to(shard.device), shard)
 
@@ -128,12 +129,12 @@ class _Gathered:
 
     Attributes:
         own: The memory that its unit gathers it into.
-        always: Whether forwards write to it uncounted.
+        writers: The parts whose forwards write to it uncounted.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.own = _local(tensor)
-        self.always = False
+        self.writers: set[nn.Module] = set()
         self._tensor = tensor
         self._changes = self._count()
 
