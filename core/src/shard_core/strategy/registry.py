@@ -239,7 +239,7 @@ class Registry:
         """
         for known in self._modules:
             known.last_inside = known.inside_no_sync
-            for accumulation in known.optimizers.values():
+            for accumulation in (*known.optimizers.values(), known.unstepped):
                 accumulation.by_backward = True
 
     def clear(self) -> None:

@@ -132,7 +132,9 @@ class StrategySetup(StrategyLifecycle):
         if not type(self).engine_takes_sparse_gradients:
             make_state_dense(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
-        known.optimizers[optimizer] = Accumulation() if known.optimizers else known.unstepped
+        later = Accumulation()
+        later.by_backward = any(each.by_backward for each in known.optimizers.values())
+        known.optimizers[optimizer] = later if known.optimizers else known.unstepped
         known.check_known(optimizer)
         known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
         known.hooks.append(NotedZeroGrad(optimizer, known.optimizers[optimizer].reset))
