@@ -1,4 +1,4 @@
-"""A step compares gradients that no backward of the strategy made, once, and takes those that are alike on all ranks."""
+"""A step compares gradients that no backward of the strategy made, once, and takes those that are alike everywhere."""
 
 from typing import Any
 
@@ -128,7 +128,7 @@ def assigned(values: str) -> tuple[int, str]:
         )
         for each in module.parameters():
             each.grad = torch.full_like(each, 1.0 + (strategy.global_rank if values == "apart" else 0))
-        with counted(strategy.collectives) as sent:
+        with Counted(strategy.collectives) as sent:
             try:
                 strategy.clip_gradients_norm(model, optimizer, 1.0)
                 strategy.optimizer_step(optimizer)
@@ -137,7 +137,7 @@ def assigned(values: str) -> tuple[int, str]:
         return len(sent), ""
 
 
-class counted:  # noqa: N801
+class Counted:
     """Counts reductions."""
 
     def __init__(self, collectives: Any) -> None:
