@@ -103,6 +103,7 @@ class StrategyStep(StrategySetup):
                     f"{name!r} was frozen at setup and no longer is; save a checkpoint and load it into a module that "
                     "is set up with it unfrozen",
                 )
+        known.rescaled.check_frozen()
         scaler = self.precision.scaler
         reached = [known, *self._also_reached(loss, known, denominator)]
         for each in reached:
