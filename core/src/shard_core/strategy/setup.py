@@ -19,7 +19,7 @@ from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
 from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
-from shard_core.preparation.sparse_gradients import FormerlySparse, make_state_dense
+from shard_core.preparation.sparse_gradients import FormerlySparse
 from shard_core.randomness import seed_data_rank, shared_generator
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
@@ -131,8 +131,8 @@ class StrategySetup(StrategyLifecycle):
         known.rescaled.check_frozen()
         self._require_elementwise([optimizer])
         known.check_groups(optimizer)
-        if not type(self).engine_takes_sparse_gradients:
-            make_state_dense(optimizer)
+        if known.formerly_sparse is not None:
+            known.formerly_sparse.make_state_dense(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
         later = Accumulation()
         later.by_backward = any(each.by_backward for each in known.optimizers.values())
@@ -283,8 +283,9 @@ class StrategySetup(StrategyLifecycle):
 
     def _lay_out_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut whole tensors that ``optimizer.load_state_dict`` was given, as setup does with what is there already."""
-        if not type(self).engine_takes_sparse_gradients:
-            make_state_dense(optimizer)
+        sparse = self._registry.owner(optimizer).formerly_sparse
+        if sparse is not None:
+            sparse.make_state_dense(optimizer)
         for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
             for slot, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
@@ -299,7 +300,7 @@ class StrategySetup(StrategyLifecycle):
         sparse = FormerlySparse(module, names)
         for optimizer in optimizers:
             sparse.check(optimizer, names.find, self.info.name)
-            make_state_dense(optimizer)
+            sparse.make_state_dense(optimizer)
         return sparse
 
     def _check_steps_dense(self, known: SetUpModule, optimizer: torch.optim.Optimizer) -> None:
