@@ -64,8 +64,8 @@ classes of what they return, ``WeightConverter`` and ``WeightRenaming``, and the
 ``convert``. Imported where such a model is loaded. Checked on transformers 5.23.0. They can go when transformers
 converts a state dict in public without building the model whole.
 
-``torch._C._current_graph_task_id``: whether autograd runs just now; activation checkpointing calls modules again from
-there. Checked on torch 2.13.0. It can go when torch shows it in public.
+``torch._C._current_graph_task_id``: whether autograd runs just now, since activation checkpointing calls modules again
+from there, and which of its backwards that is. Checked on torch 2.13.0. It can go when torch shows it in public.
 
 ``FSDPModule._get_fsdp_state``, and of what it returns ``_fsdp_param_groups`` (``_fsdp_param_group`` in torch 2.9.0) and
 their ``fsdp_params`` with ``_unsharded_param`` and ``sharded_param``: the tensors that units compute with, at which
@@ -135,6 +135,7 @@ __all__ = [
     "read_shards_anew",
     "remove_gradient_hooks",
     "replaced_trunc_normal",
+    "running_backward",
     "set_local_tensor",
     "shards_and_unsharded",
     "tree_leaves",
@@ -233,7 +234,13 @@ def _is_of_units(hook: Any) -> bool:
 
 def in_backward() -> bool:
     """Return whether autograd is running in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return running_backward() is not None
+
+
+def running_backward() -> int | None:
+    """Return a number that the backward running in this thread shares with no other; None if none runs."""
+    number: int = torch._C._current_graph_task_id()
+    return None if number == -1 else number
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -125,15 +125,29 @@ def are_alike(gradients: Sequence[LocalGradient], collectives: Collectives) -> b
         gradients: This rank's parts; those that are sharded are left out.
         collectives: Of all ranks.
     """
-    whole = [each.tensor for each in gradients if not each.sharded_over and each.tensor.numel()]
     if collectives.world_size == 1:
         return True
-    norm = float(torch.nn.utils.get_total_norm(whole)) if whole else 0.0
-    total = sum(float(each.sum()) for each in whole)
-    mine = torch.tensor([norm, -norm, total, -total, float(len(whole)), -float(len(whole))], dtype=torch.float64)
-    most = collectives.all_reduce(mine, reduce_op="max")
-    apart = (most[::2] + most[1::2]).max()
-    return not bool(apart > 1e-5 * most[:2].abs().max())  # what is not a number is no reason to refuse
+    whole = [each.tensor for each in gradients if not each.sharded_over and each.tensor.numel()]
+    sparse = [each.coalesce() for each in whole if each.is_sparse]
+    values = [each for each in whole if not each.is_sparse] + [each.values() for each in sparse]
+    size, total = 0.0, 0.0
+    if values:
+        norm = torch.nn.utils.get_total_norm(values)
+        sums = torch.stack([_real_sum(each).to(norm.device) for each in values])
+        size, total = torch.stack([norm, sums.sum()]).tolist()
+    rows = sum(int(each.indices().sum()) for each in sparse)
+    counts = float(len(whole)), float(sum(each.indices().shape[1] for each in sparse)), float(rows)
+    mine = torch.tensor([size, total, *counts], dtype=torch.float64)
+    most, least = collectives.all_reduce(torch.stack([mine, -mine]), reduce_op="max")
+    apart = most + least
+    rounded = 1e-5 * torch.stack([most[:2], least[:2]]).abs().max()
+    # What is not a number is no reason to refuse.
+    return not bool(apart[2:].any()) and not bool(apart[:2].max() > rounded)
+
+
+def _real_sum(values: torch.Tensor) -> torch.Tensor:
+    total = values.sum()
+    return torch.view_as_real(total).sum() if total.is_complex() else total
 
 
 def scale(gradients: Sequence[LocalGradient], factor: float) -> None:

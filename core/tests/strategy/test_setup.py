@@ -239,3 +239,20 @@ def test_lbfgs_steps_dense_gradients_as_sparse_ones() -> None:
         )
         step = functools.partial(strategy.optimizer_step, optimizer)
         assert torch.allclose(fitted(module, lambda loss: strategy.backward(loss, called), step, called), truth)
+
+
+@pytest.mark.parametrize("make", [words, lambda: nn.Linear(2, 1)])
+@pytest.mark.parametrize("late", [False, True])
+def test_state_of_no_parameter_is_left_alone(make: Any, late: bool) -> None:
+    module = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state["step"] = 3  # type: ignore[index]
+    optimizer.state[next(module.parameters())]["momentum_buffer"] = torch.eye(3).to_sparse()
+    with Dense(accelerator="cpu") as strategy:
+        if late:
+            strategy.setup_module(module)
+            strategy.setup_optimizer(optimizer)
+        else:
+            strategy.setup_module_and_optimizers(module, [optimizer])
+        assert optimizer.state["step"] == 3  # type: ignore[index]
+        assert optimizer.state[next(module.parameters())]["momentum_buffer"].is_sparse == (make is not words)

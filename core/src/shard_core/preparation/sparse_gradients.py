@@ -81,17 +81,21 @@ class FormerlySparse:
                 raise SetupError(
                     f"the embedding of {name!r} was made with sparse=True, and strategy {strategy!r} computes its "
                     f"gradient with all rows, which this {type(optimizer).__name__} is not known to step as it would a "
-                    "sparse one; take SGD or Adagrad without weight decay (Adagrad with eps above 0), or make the "
-                    "embedding without sparse=True."
+                    "sparse one; take SGD or Adagrad without weight decay (Adagrad with eps above 0), or LBFGS, or "
+                    "make the embedding without sparse=True."
                 )
 
+    def make_state_dense(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add rows of zeros to what an optimizer has kept of sparse gradients, such as SGD's momentum.
 
-def make_state_dense(optimizer: torch.optim.Optimizer) -> None:
-    """Add rows of zeros to what an optimizer has kept of sparse gradients, such as SGD's momentum."""
-    for slots in optimizer.state.values():
-        slots.update(
-            {slot: each.to_dense() for slot, each in slots.items() if torch.is_tensor(each) and each.is_sparse}
-        )
+        Args:
+            optimizer: Over parameters of the module; what it keeps beside them is left alone.
+        """
+        for slots in optimizer.state.values() if self._layers else ():
+            if isinstance(slots, dict):  # others keep counts there, by names
+                slots.update(
+                    {slot: each.to_dense() for slot, each in slots.items() if torch.is_tensor(each) and each.is_sparse}
+                )
 
 
 def _count(parameter: torch.Tensor, uses: list[nn.Parameter]) -> int:

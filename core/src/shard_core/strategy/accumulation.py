@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.errors import InvalidOption, SetupError
-from shard_core.gradients import LocalGradient, all_finite, local_gradients, scale
+from shard_core.gradients import LocalGradient, all_finite, are_alike, local_gradients, scale
 from shard_core.optim.kernels import zero_one_by_one
 
 if TYPE_CHECKING:
@@ -98,9 +98,18 @@ class Accumulation:
 
         Returns:
             Whether every gradient on every rank is finite; always True without a scaler.
+
+        Raises:
+            SetupError: If no backward of the strategy has made them, and they differ between ranks.
         """
         if self._final:
             return self._finite
+        if not self.by_backward and not are_alike(gradients(), collectives):
+            raise SetupError(
+                "ranks are about to step with different gradients, and no strategy.backward has run since the last "
+                "step or zero_grad(): what torch.autograd.grad returns is not averaged; call strategy.backward(loss, "
+                "model), or assign gradients that are the same on every rank."
+            )
         factor = self.factor(collectives, data)
         self._final = True
         if factor != 1.0:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shard_core.initialization.drawn_alike import DrawnAlike
     from shard_core.parameters import ParameterNames
     from shard_core.preparation.layers import LayerCalls
+    from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
     from shard_core.preparation.sparse_gradients import FormerlySparse
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
     from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
@@ -41,6 +42,7 @@ class SetUpModule:
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
         hooks: Those on its parameters and the optimizers, and on what draws values anew.
+        rescaled: Its embeddings with ``max_norm``.
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.
@@ -63,6 +65,7 @@ class SetUpModule:
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
     hooks: list[RemovableHandle | NotedZeroGrad | DrawnAlike]
+    rescaled: RescaledEmbeddings
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
@@ -239,7 +242,7 @@ class Registry:
         """
         for known in self._modules:
             known.last_inside = known.inside_no_sync
-            for accumulation in known.optimizers.values():
+            for accumulation in (*known.optimizers.values(), known.unstepped):
                 accumulation.by_backward = True
 
     def clear(self) -> None:

@@ -18,7 +18,8 @@ from shard_core.initialization.drawn_alike import DrawnAlike
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
-from shard_core.preparation.sparse_gradients import FormerlySparse, make_state_dense
+from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
+from shard_core.preparation.sparse_gradients import FormerlySparse
 from shard_core.randomness import seed_data_rank, shared_generator
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
@@ -127,12 +128,15 @@ class StrategySetup(StrategyLifecycle):
             self._require(Capability.MULTIPLE_OPTIMIZERS)
         self.collectives.barrier("setup_optimizer")
         self._check_steps_dense(known, optimizer)
+        known.rescaled.check_frozen()
         self._require_elementwise([optimizer])
         known.check_groups(optimizer)
-        if not type(self).engine_takes_sparse_gradients:
-            make_state_dense(optimizer)
+        if known.formerly_sparse is not None:
+            known.formerly_sparse.make_state_dense(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
-        known.optimizers[optimizer] = Accumulation() if known.optimizers else known.unstepped
+        later = Accumulation()
+        later.by_backward = any(each.by_backward for each in known.optimizers.values())
+        known.optimizers[optimizer] = later if known.optimizers else known.unstepped
         known.check_known(optimizer)
         known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
         known.hooks.append(NotedZeroGrad(optimizer, known.optimizers[optimizer].reset))
@@ -208,8 +212,9 @@ class StrategySetup(StrategyLifecycle):
         sparse = self._find_sparse(module, optimizers, names)
         self._require_elementwise(optimizers)
         refuse_quantized(module)
-        if self.world_size > 1:
-            _refuse_rescaled(module)
+        rescaled = RescaledEmbeddings(module, self._data.size)
+        if optimizers:
+            rescaled.check_frozen()
         check_no_gradients(names)
         self.precision.convert_module(module)
         shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
@@ -220,6 +225,7 @@ class StrategySetup(StrategyLifecycle):
             called = self.engine_setup(module, optimizers, names)
             check_hooks_kept(names, module)
             sharded = _shapes(module) != shapes or any(isinstance(each, DTensor) for each in module.parameters())
+            rescaled.check_whole(sharded=sharded)
             self.precision.check_module(module)
         if len(self._registry) == 0:
             seed_data_rank(self.distributed_sampler_kwargs["rank"])
@@ -250,6 +256,7 @@ class StrategySetup(StrategyLifecycle):
             untrained=untrained,
             frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
             formerly_sparse=sparse,
+            rescaled=rescaled,
         )
         for owner in dict.fromkeys((module, called)):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
@@ -276,8 +283,9 @@ class StrategySetup(StrategyLifecycle):
 
     def _lay_out_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut whole tensors that ``optimizer.load_state_dict`` was given, as setup does with what is there already."""
-        if not type(self).engine_takes_sparse_gradients:
-            make_state_dense(optimizer)
+        sparse = self._registry.owner(optimizer).formerly_sparse
+        if sparse is not None:
+            sparse.make_state_dense(optimizer)
         for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
             for slot, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
@@ -292,7 +300,7 @@ class StrategySetup(StrategyLifecycle):
         sparse = FormerlySparse(module, names)
         for optimizer in optimizers:
             sparse.check(optimizer, names.find, self.info.name)
-            make_state_dense(optimizer)
+            sparse.make_state_dense(optimizer)
         return sparse
 
     def _check_steps_dense(self, known: SetUpModule, optimizer: torch.optim.Optimizer) -> None:
@@ -330,17 +338,6 @@ class StrategySetup(StrategyLifecycle):
 def _compared_on(device: torch.device) -> torch.device:
     """Choose where results can be compared bit for bit: compilers of whole graphs fuse operations."""
     return device if device.type == "cuda" else torch.device("cpu")
-
-
-def _refuse_rescaled(module: torch.nn.Module) -> None:
-    """Refuse embeddings that rescale, in forward, the rows that this rank's samples look up, and no others."""
-    for name, part in module.named_modules():
-        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
-            raise SetupError(
-                f"the embedding {plain_name(name) or 'itself'!r} has max_norm, by which each rank would rescale the "
-                "rows of its own samples, and ranks would drift apart; make it without, and rescale all rows between "
-                "steps, under torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))."
-            )
 
 
 def _shapes(module: torch.nn.Module) -> list[tuple[int, ...]]:

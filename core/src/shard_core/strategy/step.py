@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shard_core.capability import Capability
 from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
-from shard_core.gradients import are_alike, clip_norm, clip_values, total_norm
+from shard_core.gradients import clip_norm, clip_values, total_norm
 from shard_core.options import check_names
 from shard_core.strategy.loss_graph import reached_by
 from shard_core.strategy.setup import StrategySetup
@@ -103,6 +103,7 @@ class StrategyStep(StrategySetup):
                     f"{name!r} was frozen at setup and no longer is; save a checkpoint and load it into a module that "
                     "is set up with it unfrozen",
                 )
+        known.rescaled.check_frozen()
         scaler = self.precision.scaler
         reached = [known, *self._also_reached(loss, known, denominator)]
         for each in reached:
@@ -275,14 +276,7 @@ class StrategyStep(StrategySetup):
         """Compute the final values of an optimizer's gradients; return whether all are finite."""
         known = self._registry.owner(optimizer)
         known.check_averaged()
-        accumulation = known.optimizers[optimizer]
-        if not accumulation.by_backward and not are_alike(self.engine_gradients(optimizer), self.collectives):
-            raise SetupError(
-                "ranks are about to step with different gradients, and no strategy.backward has run since the last "
-                "step or zero_grad(): what torch.autograd.grad returns is not averaged; call strategy.backward(loss, "
-                "model), or assign gradients that are the same on every rank."
-            )
-        return accumulation.finish(
+        return known.optimizers[optimizer].finish(
             lambda: self.engine_gradients(optimizer), self.collectives, self._data, self.precision.scaler
         )
 
