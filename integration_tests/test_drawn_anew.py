@@ -103,8 +103,9 @@ def test_shards_draw_whole_tensors_by_their_own_methods(worlds: Any) -> None:
 def draw_attention(attention: nn.MultiheadAttention) -> None:
     """Draw by functions that torch's own layer has imported by name, and into data and a part of them."""
     attention._reset_parameters()
+    nn.init.xavier_uniform_(attention.out_proj.weight)
     nn.init.normal_(attention.in_proj_weight.data[:, 2:4])
-    nn.init.uniform_(attention.out_proj.bias.data)
+    nn.init.uniform_(attention.out_proj.bias.data, -1.0)
 
 
 def apart() -> dict[str, torch.Tensor]:

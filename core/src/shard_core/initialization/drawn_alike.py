@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shard_core.errors import SetupError
 from shard_core.parameters import laid_out_like
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ class DrawnAlike:
 
     Args:
         module: One that was set up on several ranks; what one rank draws, every rank has to draw.
+        spread: Parameters with elements of which engines may leave nothing in the module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, spread: Set[torch.Tensor] = frozenset()) -> None:
         self.parameters = set(module.parameters())
+        self.spread = spread
         self.meshes = {each.device_mesh for each in self.parameters if isinstance(each, DTensor)}
         _drawn.add(self)
         _replace()
@@ -79,6 +82,11 @@ def _alike(function: Callable[..., Any]) -> Callable[..., Any]:
             if any(tensor.device_mesh in each.meshes for each in _drawn):
                 return _draw(tensor, function, args, kwargs)
             return function(*args, **kwargs)
+        if not tensor.numel() and any(tensor in each.spread for each in _drawn):
+            raise SetupError(
+                f"{function.__name__}() was given a parameter whose values are spread over ranks just now, with none of "
+                "them in the module; draw weights before setup."
+            )
         result = function(*args, **kwargs)
         if tensor.numel() and any(each.holds(tensor) for each in _drawn):
             values = tensor.detach().contiguous()  # a slice may not be
