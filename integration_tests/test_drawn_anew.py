@@ -98,3 +98,29 @@ def test_shards_draw_whole_tensors_by_their_own_methods(worlds: Any) -> None:
     expected = model[1].weight.data.normal_(0, 0.5)
     for weight in worlds(2).run(seeded, "fsdp"):
         assert torch.equal(weight, expected)
+
+
+def draw_attention(attention: nn.MultiheadAttention) -> None:
+    """Draw by functions that torch's own layer has imported by name, and into data and a part of them."""
+    attention._reset_parameters()
+    nn.init.xavier_uniform_(attention.out_proj.weight)
+    nn.init.normal_(attention.in_proj_weight.data[:, 2:4])
+    nn.init.uniform_(attention.out_proj.bias.data, -1.0)
+
+
+def apart() -> dict[str, torch.Tensor]:
+    with get_strategy("ddp", accelerator="cpu") as strategy:
+        torch.manual_seed(3)
+        attention = strategy.setup_module(nn.MultiheadAttention(6, 2))
+        torch.manual_seed(10 + strategy.global_rank)
+        draw_attention(strategy.unwrap(attention))
+        return {name: tensor.clone() for name, tensor in strategy.full_parameters(attention)}
+
+
+def test_ranks_with_other_generators_take_what_rank_0_draws(worlds: Any) -> None:
+    torch.manual_seed(3)
+    attention = nn.MultiheadAttention(6, 2)
+    torch.manual_seed(10)
+    draw_attention(attention)
+    for weights in worlds(2).run(apart):
+        oracle.assert_same_weights(weights, dict(attention.named_parameters()), 0.0)

@@ -91,3 +91,37 @@ def test_penalties_over_what_a_forward_lists(worlds: Any, kind: str, late: bool)
         assert found == pytest.approx(penalties, rel=1e-5)
         oracle.assert_same_weights(weights, truth.state_dict(), 1e-5)
         assert set(outside) == {torch.Size([0])}, "what is listed outside a forward stays away"
+
+
+class Asking(nn.Module):
+    """Asks its first parameter for its dtype, as many models do, and notes what is whole while layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.whole: list[list[bool]] = []
+        self.watched: list[nn.Parameter] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(inputs.to(next(self.parameters()).dtype)))
+        next(self.last.parameters())
+        self.whole.append([bool(each.numel()) for each in self.watched])
+        output: torch.Tensor = self.last(hidden)
+        return output
+
+
+def asked() -> list[list[bool]]:
+    with get_strategy("deepspeed_stage_3", param_persistence_threshold=0) as strategy:
+        module = Asking()
+        model, [optimizer] = strategy.setup_module_and_optimizers(module, [_OPTIMIZERS["sgd"](module.parameters())])
+        module.watched = list(model.parameters())
+        for batch in models.batches("plain", 2, _BATCH):
+            inputs, targets = models.share_of(strategy, batch)
+            strategy.backward(nn.functional.mse_loss(model(inputs), targets), model)
+            strategy.optimizer_step(optimizer)
+        return module.whole
+
+
+def test_what_asks_for_a_dtype_gathers_one_parameter(worlds: Any) -> None:
+    for whole in worlds(2).run(asked):
+        assert whole[0] == [False, False, True, False], "of the last layer, which has not run"

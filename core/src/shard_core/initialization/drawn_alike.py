@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shard_core.errors import SetupError
 from shard_core.parameters import laid_out_like
 
 if TYPE_CHECKING:
@@ -32,24 +34,37 @@ class DrawnAlike:
 
     Args:
         module: One that was set up on several ranks; what one rank draws, every rank has to draw.
+        spread: Parameters with elements of which engines may leave nothing in the module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, spread: Set[torch.Tensor] = frozenset()) -> None:
         self.parameters = set(module.parameters())
+        self.spread = spread
         self.meshes = {each.device_mesh for each in self.parameters if isinstance(each, DTensor)}
         _drawn.add(self)
-        if not hasattr(torch.nn.init.normal_, "__wrapped__"):
-            _replace()
+        _replace()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is one of the parameters, its data or a slice of it."""
+        place = tensor.untyped_storage().data_ptr()
+        return any(
+            each.untyped_storage().data_ptr() == place for each in self.parameters if not isinstance(each, DTensor)
+        )
 
     def remove(self) -> None:
         """Let each rank draw the module's parameters for itself again."""
         _drawn.discard(self)
 
 
+@functools.cache  # once in a process
 def _replace() -> None:
+    """Replace functions where they are defined, and in torch's own layers, some of which have imported them by name."""
+    layers = [module for name, module in list(sys.modules.items()) if name.startswith("torch.nn.modules.")]
     for name, function in list(vars(torch.nn.init).items()):
         if name.endswith("_") and not name.startswith("_") and name not in _PLAIN and callable(function):
-            setattr(torch.nn.init, name, _alike(function))
+            alike = _alike(function)
+            for module in (torch.nn.init, *(each for each in layers if vars(each).get(name) is function)):
+                setattr(module, name, alike)
     for name in _METHODS:
         setattr(DTensor, name, _alike(getattr(torch.Tensor, name)))
 
@@ -67,9 +82,16 @@ def _alike(function: Callable[..., Any]) -> Callable[..., Any]:
             if any(tensor.device_mesh in each.meshes for each in _drawn):
                 return _draw(tensor, function, args, kwargs)
             return function(*args, **kwargs)
+        if not tensor.numel() and any(tensor in each.spread for each in _drawn):
+            raise SetupError(
+                f"{function.__name__}() was given a parameter whose values are spread over ranks just now, with none in "
+                "the module; draw weights before setup."
+            )
         result = function(*args, **kwargs)
-        if tensor.numel() and any(tensor in each.parameters for each in _drawn):
-            dist.broadcast(tensor.data, src=0)
+        if tensor.numel() and any(each.holds(tensor) for each in _drawn):
+            values = tensor.detach().contiguous()  # a slice may not be
+            dist.broadcast(values, src=0)
+            tensor.detach().copy_(values)
         return result
 
     return draw

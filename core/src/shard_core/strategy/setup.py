@@ -262,10 +262,11 @@ class StrategySetup(StrategyLifecycle):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
         for optimizer, accumulation in known.optimizers.items():
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
+        parts = self.engine_flat_parts(module) or {}
         if self.world_size > 1 and self.root_device.type in ("cpu", "cuda"):
-            known.hooks.append(DrawnAlike(module))
+            known.hooks.append(DrawnAlike(module, spread={each for each, part in parts.items() if 0 not in part.shape}))
         self._registry.add(known)
-        known.know(part.values for part in (self.engine_flat_parts(module) or {}).values())
+        known.know(part.values for part in parts.values())
         return called
 
     def _guard_backwards(self, module: torch.nn.Module) -> list[RemovableHandle]:

@@ -29,9 +29,9 @@ optimizer of stage 3: adding gradients up rather than replacing them, and bringi
 ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``ds_status`` of a parameter: its shard, and whether it is whole. They can
 go when DeepSpeed exposes a parameter's shard, and takes changed ones, in public.
 
-``ds_inflight_param_registry`` of a module, ``_external_params`` and ``ds_id`` of a submodule, ``ds_active_sub_modules``
-of a parameter, and ``FWD_MODULE_STACK``: what is on its way, and which submodules need a parameter. They can go when
-what ``register_external_parameter`` is told in a forward is there until the end of that forward.
+``ds_inflight_param_registry`` and ``_parameters._in_forward`` of a module, ``ds_id`` of a submodule, ``all_gather`` and
+``ds_active_sub_modules`` of a parameter, and ``FWD_MODULE_STACK``: what is on its way, and which submodules need it.
+They can go when what ``register_external_parameter`` is told in a forward is there until the end of that forward.
 
 ``applied_pre_backward_ref_cnt`` and ``ds_grads_remaining`` of a submodule: for how many backwards stage 3 gathers it,
 and when it lets go. They can go when a second backward through a graph finds parameters by itself.
@@ -346,21 +346,36 @@ def gather_persistent(zero: Any) -> None:
 
 
 def gather_in_forward(root: Any, parameter: Any) -> None:
-    """Keep a parameter that a forward has read by its name at stage 3 until the submodule that did so has run.
+    """Gather a parameter at stage 3 that a forward reads; outside a forward nothing happens.
 
-    Outside a forward nothing happens: DeepSpeed gathers nothing there. Inside one it gathers what is away, and not what
-    is on its way already for a submodule that comes later.
+    Args:
+        root: The engine's module.
+        parameter: One of its parameters, which may be on its way already for a submodule that comes later.
+    """
+    if not getattr(root._parameters, "_in_forward", False) or not is_away(parameter):
+        return
+    if parameter in root.ds_inflight_param_registry:
+        root.ds_inflight_param_registry.pop(parameter).wait()
+    else:
+        parameter.all_gather()
+
+
+def hold_in_forward(root: Any, parameter: Any) -> None:
+    """Keep a parameter that a forward has read until the submodule that did so has run, and gather it in its backward.
+
+    Args:
+        root: The engine's module.
+        parameter: What ``gather_in_forward`` was given.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
-    if not FWD_MODULE_STACK:
+    reader = FWD_MODULE_STACK[-1] if getattr(root._parameters, "_in_forward", False) and FWD_MODULE_STACK else None
+    own = () if reader is None else reader._parameters.values()
+    if reader is None or parameter.is_external_param or any(parameter is each for each in own):
         return
-    if parameter in root.ds_inflight_param_registry:
-        root.ds_inflight_param_registry.pop(parameter).wait()
-        register_external_parameter(FWD_MODULE_STACK[-1], parameter)
-    if id(parameter) in FWD_MODULE_STACK[-1]._external_params:
-        parameter.ds_active_sub_modules.add(FWD_MODULE_STACK[-1].ds_id)
+    register_external_parameter(reader, parameter)
+    parameter.ds_active_sub_modules.add(reader.ds_id)
 
 
 def publish_shards(zero: Any) -> None:
