@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from shard_core.errors import SetupError
 from shard_core.parameters import plain_name
@@ -73,4 +73,4 @@ class RescaledEmbeddings:
 
 def _is_split(weight: DTensor) -> bool:
     sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
-    return any(size > 1 and isinstance(placement, Shard) for size, placement in sizes)
+    return any(size > 1 and not isinstance(placement, Replicate) for size, placement in sizes)
