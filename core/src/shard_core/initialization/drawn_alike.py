@@ -84,8 +84,8 @@ def _alike(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         if not tensor.numel() and any(tensor in each.spread for each in _drawn):
             raise SetupError(
-                f"{function.__name__}() was given a parameter whose values are spread over ranks just now, with none in "
-                "the module; draw weights before setup."
+                f"{function.__name__}() was given a parameter whose values are spread over ranks just now, with none "
+                "in the module; draw weights before setup."
             )
         result = function(*args, **kwargs)
         if tensor.numel() and any(each.holds(tensor) for each in _drawn):
