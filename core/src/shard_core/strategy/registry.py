@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from shard_core.initialization.drawn_alike import DrawnAlike
+    from shard_core.initialization.synchronized_init import DrawnAlike
     from shard_core.parameters import ParameterNames
     from shard_core.preparation.layers import LayerCalls
     from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
