@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shard_core.errors import SetupError
-from shard_core.parameters import ParameterNames, PlacedParameters, check_hooks_kept, check_no_gradients, plain_name
+from shard_core.parameters import ParameterNames, ReplacementCheck, check_hooks_kept, check_no_gradients, plain_name
 
 
 def renew(module: nn.Module) -> None:
@@ -114,7 +114,7 @@ def test_hooks_are_not_lost_silently(register: str) -> None:
 
 def test_only_parts_that_hold_parameters_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ParameterList([nn.Parameter(torch.ones(2))]))
-    placed = PlacedParameters(model)
+    placed = ReplacementCheck(model)
     seen: list[nn.Module] = []
     listed = nn.Module.named_parameters
     monkeypatch.setattr(

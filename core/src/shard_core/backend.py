@@ -54,7 +54,7 @@ from shard_core.optim.owned_step import owned_step
 from shard_core.parameters import (
     COUNTERS,
     ParameterNames,
-    PlacedParameters,
+    ReplacementCheck,
     laid_out_like,
     local_part,
     make_contiguous,
@@ -104,7 +104,7 @@ __all__ = [
     "OptimizerTensors",
     "Ownership",
     "ParameterNames",
-    "PlacedParameters",
+    "ReplacementCheck",
     "Precision",
     "ProcessGroupCollectives",
     "ProcessInfo",

@@ -285,7 +285,7 @@ class MovedHooks:
 def move_hooks(
     parameter: torch.Tensor, to: torch.Tensor, call: Callable[[Hooks, torch.Tensor], torch.Tensor] = call_hooks
 ) -> None:
-    """Have another tensor's gradients go through the hooks of a parameter; what removes one from there still does.
+    """Route another tensor's gradients through the hooks of a parameter; what removes one from there still does.
 
     Args:
         parameter: What setup takes out of the module; calls none of its hooks any more.

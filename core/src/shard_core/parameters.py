@@ -129,7 +129,7 @@ class ParameterNames:
         )
 
 
-class PlacedParameters:
+class ReplacementCheck:
     """Where the parameters of a module stand: engines that put others there for a while would undo what users do.
 
     Args:

@@ -16,7 +16,7 @@ from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.second_derivatives import SecondDerivatives
 from shard_core.gradients import inside_objects
 from shard_core.inference_mode import without_inference_mode
-from shard_core.parameters import PlacedParameters
+from shard_core.parameters import ReplacementCheck
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -59,7 +59,7 @@ class EntryMethods:
         writes: Takes what such calls write to weights.
 
     Attributes:
-        second: What notices graphs of gradients.
+        second_derivatives: What notices graphs of gradients.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class EntryMethods:
         before_backward: Callable[[], None],
         writes: ForwardWrites,
     ) -> None:
-        self.second = SecondDerivatives(module)
+        self.second_derivatives = SecondDerivatives(module)
         self._module = module
         self._before_backward = _OnceABackward(before_backward)
         self._writes = writes
@@ -81,7 +81,7 @@ class EntryMethods:
         self._started = False
         self._stale = False
         self._assigned = AssignedData(module)
-        self._placed = PlacedParameters(module)
+        self._placed = ReplacementCheck(module)
         self._output: Any = None
         for first, *_ in set(self._unit_of.values()):
             setattr(first, _PASS_ON, self._give_output)
@@ -109,16 +109,16 @@ class EntryMethods:
     def _watch_unit(self, part: torch.nn.Module, args: Any, output: Any) -> None:
         """Watch what a unit returns: gradients may be computed inside the forward around it, too."""
         del part, args
-        self.second.watch(output)
+        self.second_derivatives.watch(output)
 
     def send_left(self) -> None:
-        """Have units send gradients that a backward has left with them, having come past what they returned."""
+        """Send gradients that a backward has left with units, having come past what they returned."""
         start = torch.zeros((), requires_grad=True)
         passed = [self._pass_on(first, start * 1) for first in {unit[0]: None for unit in self._unit_of.values()}]
         torch.stack(passed).sum().backward()
 
     def gather_anew(self) -> None:
-        """Have the next call gather what it needs again: shards may be changed until then."""
+        """Mark what is gathered as outdated: shards may be changed until the next call, which gathers anew."""
         self._stale = True
 
     def _enter(self, part: torch.nn.Module, args: Any) -> None:
@@ -166,7 +166,7 @@ class EntryMethods:
             unit = self._unit_of[part]
             if part is not self._module and part not in unit:  # else its own hooks do
                 self._writes.end(unit[0], part)
-            self.second.watch(output)
+            self.second_derivatives.watch(output)
             hidden = inside_objects(output)
             if hidden:
                 self._pass_on(unit[0], hidden)

@@ -163,7 +163,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _exchange(tensor: torch.Tensor, own: torch.Tensor) -> None:
-    """Give a parameter its unit's memory again."""
+    """Restore a parameter to its unit's memory."""
     if isinstance(tensor, DTensor):
         set_local_tensor(tensor, DTensor.from_local(own, tensor.device_mesh, tensor.placements, run_check=False))
     else:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GradientHooks:
-    """Has whole gradients go through the hooks that users put on parameters before setup, and on shards after it.
+    """Routes whole gradients through the hooks that users put on parameters before setup, and on shards after it.
 
     What a unit computes with is one tensor for each parameter in all its forwards, made by the first; autograd adds up
     what a backward leaves there, and calls its hooks, as it does in plain PyTorch for the parameter.
@@ -52,7 +52,7 @@ class GradientHooks:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Have gradients go through the hooks that shards have now, when a backward begins."""
+        """Attach the hooks that shards have now to what computes, when a backward begins."""
         module = self._module()
         parts = [] if module is None else [part for part in module.modules() if isinstance(part, FSDPModule)]
         for shard, unsharded in itertools.chain.from_iterable(map(shards_and_unsharded, parts)):

@@ -241,7 +241,7 @@ class FullySharder:
         for each in begun:  # the loss may have come through several modules
             each.begin_backward()
         for calls in self._calls.values():
-            calls.second.gather()
+            calls.second_derivatives.gather()
 
     def _check_backward(self, parameter: torch.Tensor) -> None:
         """Refuse a gradient of what is whole on every rank where nothing would average it."""
@@ -264,9 +264,9 @@ class FullySharder:
             raise
 
     def _send_left(self) -> None:
-        """Have gradients sent to which a loss came through the graph of others, past what units have returned."""
+        """Send gradients to which a loss came through the graph of others, past what units have returned."""
         for sharded, calls in self._calls.items():
-            if calls.second.pending and sharded not in self._deferring:
+            if calls.second_derivatives.pending and sharded not in self._deferring:
                 calls.send_left()
 
     def _check_left(self) -> None:
@@ -280,7 +280,7 @@ class FullySharder:
                 )
 
     def close(self) -> None:
-        """Let go of modules, which what is kept for each of them holds, and of gradients that nobody averages now."""
+        """Release modules, which what is kept for each of them holds, and gradients that nobody averages now."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -311,7 +311,7 @@ class FullySharder:
 
     def _end_second_derivatives(self) -> None:
         for sharded, calls in self._calls.items():
-            calls.second.end(deferred=sharded in self._deferring)
+            calls.second_derivatives.end(deferred=sharded in self._deferring)
 
     def _drop_discarded(self) -> None:
         """Throw away deferred gradients where users have thrown away what is shown for them."""

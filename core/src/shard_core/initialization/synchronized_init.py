@@ -23,11 +23,11 @@ _PLAIN = ("zeros_", "ones_", "constant_")
 #: Methods of tensors that draw, which users call past ``torch.nn.init``, and most of its functions do.
 _METHODS = ("normal_", "uniform_")
 
-_drawn: weakref.WeakSet[DrawnAlike] = weakref.WeakSet()
+_drawn: weakref.WeakSet[SynchronizedInit] = weakref.WeakSet()
 
 
-class DrawnAlike:
-    """Has ``torch.nn.init``, and with it ``reset_parameters``, draw a module's parameters alike on all ranks.
+class SynchronizedInit:
+    """Synchronizes what ``torch.nn.init``, and with it ``reset_parameters``, draws for a module's parameters.
 
     Every rank draws whole parameters from its own generator, which goes on as in plain PyTorch, and takes over rank
     0's: were each to keep its own, copies would drift apart, and shards might repeat one another.
@@ -52,7 +52,7 @@ class DrawnAlike:
         )
 
     def remove(self) -> None:
-        """Let each rank draw the module's parameters for itself again."""
+        """Stop synchronizing: each rank draws the module's parameters for itself again."""
         _drawn.discard(self)
 
 

@@ -19,7 +19,7 @@ _ALIKE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.LBFGS)
 """Optimizers that step a gradient with all rows as they step one without those that are zero."""
 
 
-class FormerlySparse:
+class DenseEmbeddingGradients:
     """The embeddings of a module that were made with ``sparse=True``, and have gradients with all rows while set up.
 
     What sparse gradients lack are rows of zeros, so sums, norms and clipped values are alike. Torch's optimizers either
@@ -45,7 +45,7 @@ class FormerlySparse:
 
     @contextlib.contextmanager
     def made_dense(self) -> Iterator[None]:
-        """Have the layers compute gradients with all rows from here on; if what is done inside fails, restore them."""
+        """Compute gradients with all rows from here on; if what is done inside fails, restore the layers."""
         for layer in self._layers:
             layer.sparse = False
         try:
@@ -55,7 +55,7 @@ class FormerlySparse:
             raise
 
     def restore(self) -> None:
-        """Have the layers compute sparse gradients again."""
+        """Restore the layers: they compute sparse gradients again."""
         for layer in self._layers:
             layer.sparse = True
 

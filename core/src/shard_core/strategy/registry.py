@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from shard_core.initialization.synchronized_init import DrawnAlike
+    from shard_core.initialization.synchronized_init import SynchronizedInit
     from shard_core.parameters import ParameterNames
     from shard_core.preparation.layers import LayerCalls
     from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
-    from shard_core.preparation.sparse_gradients import FormerlySparse
+    from shard_core.preparation.sparse_gradients import DenseEmbeddingGradients
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
     from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 
@@ -46,7 +46,7 @@ class SetUpModule:
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup.
         frozen: Those of them that must stay so, by name.
-        formerly_sparse: Its embeddings that were made with ``sparse=True``, where the engine has dense gradients alone.
+        sparse_embeddings: Its embeddings made with ``sparse=True``, where the engine has dense gradients alone.
         known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
             its identity to what comes after.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
@@ -64,12 +64,12 @@ class SetUpModule:
     layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
-    hooks: list[RemovableHandle | NotedZeroGrad | DrawnAlike]
+    hooks: list[RemovableHandle | NotedZeroGrad | SynchronizedInit]
     rescaled: RescaledEmbeddings
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
-    formerly_sparse: FormerlySparse | None = None
+    sparse_embeddings: DenseEmbeddingGradients | None = None
     known: set[torch.Tensor] = dataclasses.field(default_factory=set)
     inside_no_sync: bool = False
     last_inside: bool = False
@@ -98,8 +98,8 @@ class SetUpModule:
                 "one; run the last one before a step outside: no_backward_sync(model, enabled=not last)."
             )
 
-    def know(self, parts: Iterable[torch.Tensor]) -> None:
-        """Note the parameters that module and optimizers have now.
+    def note_parameters(self, parts: Iterable[torch.Tensor]) -> None:
+        """Record the parameters that module and optimizers have now.
 
         Args:
             parts: What optimizers may be given in their stead.
@@ -252,8 +252,8 @@ class Registry:
             known.pretrained.remove()
             known.partial_state.remove()
             known.layer_calls.restore()
-            if known.formerly_sparse is not None:
-                known.formerly_sparse.restore()
+            if known.sparse_embeddings is not None:
+                known.sparse_embeddings.restore()
             for hook in known.hooks:
                 hook.remove()
             if known.forward_only is not None:

@@ -14,12 +14,12 @@ from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.gradients import is_differentiable, on_gradient
-from shard_core.initialization.synchronized_init import DrawnAlike
+from shard_core.initialization.synchronized_init import SynchronizedInit
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
 from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
-from shard_core.preparation.sparse_gradients import FormerlySparse
+from shard_core.preparation.sparse_gradients import DenseEmbeddingGradients
 from shard_core.randomness import seed_data_rank, shared_generator
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
@@ -131,8 +131,8 @@ class StrategySetup(StrategyLifecycle):
         known.rescaled.check_frozen()
         self._require_elementwise([optimizer])
         known.check_groups(optimizer)
-        if known.formerly_sparse is not None:
-            known.formerly_sparse.make_state_dense(optimizer)
+        if known.sparse_embeddings is not None:
+            known.sparse_embeddings.make_state_dense(optimizer)
         self.engine_add_optimizer(known.module, optimizer, known.names)
         later = Accumulation()
         later.by_backward = any(each.by_backward for each in known.optimizers.values())
@@ -255,7 +255,7 @@ class StrategySetup(StrategyLifecycle):
             ],
             untrained=untrained,
             frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
-            formerly_sparse=sparse,
+            sparse_embeddings=sparse,
             rescaled=rescaled,
         )
         for owner in dict.fromkeys((module, called)):
@@ -264,9 +264,11 @@ class StrategySetup(StrategyLifecycle):
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
         parts = self.engine_flat_parts(module) or {}
         if self.world_size > 1 and self.root_device.type in ("cpu", "cuda"):
-            known.hooks.append(DrawnAlike(module, spread={each for each, part in parts.items() if 0 not in part.shape}))
+            known.hooks.append(
+                SynchronizedInit(module, spread={each for each, part in parts.items() if 0 not in part.shape})
+            )
         self._registry.add(known)
-        known.know(part.values for part in parts.values())
+        known.note_parameters(part.values for part in parts.values())
         return called
 
     def _guard_backwards(self, module: torch.nn.Module) -> list[RemovableHandle]:
@@ -284,7 +286,7 @@ class StrategySetup(StrategyLifecycle):
 
     def _lay_out_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut whole tensors that ``optimizer.load_state_dict`` was given, as setup does with what is there already."""
-        sparse = self._registry.owner(optimizer).formerly_sparse
+        sparse = self._registry.owner(optimizer).sparse_embeddings
         if sparse is not None:
             sparse.make_state_dense(optimizer)
         for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
@@ -294,11 +296,11 @@ class StrategySetup(StrategyLifecycle):
 
     def _find_sparse(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
-    ) -> FormerlySparse | None:
+    ) -> DenseEmbeddingGradients | None:
         """Find what has sparse gradients that the engine does not take, and refuse optimizers that need them so."""
         if type(self).engine_takes_sparse_gradients:
             return None
-        sparse = FormerlySparse(module, names)
+        sparse = DenseEmbeddingGradients(module, names)
         for optimizer in optimizers:
             sparse.check(optimizer, names.find, self.info.name)
             sparse.make_state_dense(optimizer)
@@ -306,14 +308,14 @@ class StrategySetup(StrategyLifecycle):
 
     def _check_steps_dense(self, known: SetUpModule, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer steps gradients as sparse ones that the engine has as dense ones."""
-        if known.formerly_sparse is None or not known.formerly_sparse.found:
+        if known.sparse_embeddings is None or not known.sparse_embeddings.found:
             return
         parts = self.engine_flat_parts(known.module) or {}
         names = {
             parts[each].values if each in parts else each: plain_name(name)
             for name, each in known.module.named_parameters()
         }
-        known.formerly_sparse.check(optimizer, lambda each: names.get(each, known.names.find(each)), self.info.name)
+        known.sparse_embeddings.check(optimizer, lambda each: names.get(each, known.names.find(each)), self.info.name)
 
     def _require_elementwise(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse on all ranks what rank 0 refuses; were each to judge for itself, some might go on alone."""

@@ -128,7 +128,7 @@ class FSDPStrategy(TorchEngine, Strategy):
         super().engine_step(optimizer, closure, **kwargs)
 
     def engine_teardown(self) -> None:
-        """Let go of the modules; there are none where ranks were not arranged."""
+        """Release the modules; there are none where ranks were not arranged."""
         if "_sharding" in vars(self):
             self._sharding.close()
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shard_core import SetupError
-from shard_core.backend import COUNTERS, LocalGradient, NoInferenceMode, PlacedParameters
+from shard_core.backend import COUNTERS, LocalGradient, NoInferenceMode, ReplacementCheck
 from shard_deepspeed import _versions
 from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
@@ -59,7 +59,7 @@ class ZeroModule:
             self._parts[id(parameter)] = part
             held.append(PartitionedParameter(name=name, parameter=parameter, part=part))
         self._writes = ManualWrites(self._layout, held)
-        self._placed = PlacedParameters(module)
+        self._placed = ReplacementCheck(module)
         self._stepped = {id(each.part.values) for each in self._trained.values()}
         self._hooks: list[Any] = [
             each.parameter.register_post_accumulate_grad_hook(each.note) for each in self._trained.values()

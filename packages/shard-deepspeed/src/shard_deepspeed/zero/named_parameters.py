@@ -13,7 +13,7 @@ from shard_deepspeed import _versions
 
 
 def gather_listed(root: nn.Module) -> None:
-    """Have ``parameters()`` and ``named_parameters()``, inside a forward, gather what they list.
+    """Gather what ``parameters()`` and ``named_parameters()`` list inside a forward.
 
     DeepSpeed gathers a parameter that a forward reads by its name, and what lists parameters never asks by name: they
     would have no values, so that a penalty, or a norm of an evaluation, would be zero without a word. Each is gathered
