@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shard_core.fully_shard.entry_methods import EntryMethods
+from shard_core.fully_shard.forward_writes import ForwardWrites
 
 
 class Three(nn.Module):
@@ -26,8 +27,9 @@ def times_told() -> list[int]:
     """Count the calls of each backward: through one output, through three, twice."""
     told: list[bool] = []
     module = Three()
-    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    EntryMethods(module, [], lambda: told.append(True))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(module, mesh=mesh)
+    EntryMethods(module, [], lambda: told.append(True), ForwardWrites(module, [], mesh))
     counts = []
     for outputs in (1, 3, 3):
         x = torch.ones(2, 4, requires_grad=True)

@@ -164,6 +164,7 @@ ROGUES = {
 _ALWAYS = (
     *("imports_torch", "swallows_exceptions", "summed", "local_norm", "drops_the_optimizer", "shows_sums"),
     *("masks_alike", "returns_local_values", "drops_moments", "one_size_only", "loads_damaged", "saves_later"),
+    "takes_strays",
 )
 
 #: Promises that cost seconds: in the short run they judge who breaks them.

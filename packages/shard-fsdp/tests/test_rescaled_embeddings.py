@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from shard_core import get_strategy
-from shard_core.errors import SetupError
+from shard_core import SetupError, get_strategy
 
 
 def refused(trained: bool) -> str:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shard_core import get_strategy
-from shard_core.errors import SetupError
+from shard_core import SetupError, get_strategy
 
 SAMPLES = [torch.tensor([1, 2, 3, 4]), torch.tensor([3, 5, 6, 0]), torch.tensor([1, 1, 7, 2])]
 PLAN = {"1": "colwise", "3": "rowwise"}

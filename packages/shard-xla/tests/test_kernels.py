@@ -39,7 +39,7 @@ class Units(nn.Module):
         found = inputs * 3
         for layer, unit in zip(self.layers, self.units, strict=True):
             found = unit(3 * layer(found))
-        norms = [self.own.norm(order) for order in (math.inf, -math.inf, 1, 3, "fro")]
+        norms = [self.own.norm(order) for order in (math.inf, -math.inf, 1, 3, "fro")]  # codespell:ignore fro
         norms += [found.norm(math.inf, dim=1).mean(), torch.norm(self.own, math.inf, dtype=torch.float64).float()]
         norms += [self.own.amax(), self.own.amin(), *self.own.amax(1, keepdim=True)]
         return nn.functional.mse_loss(nn.functional.normalize(found, p=math.inf)[:, :2], targets) + sum(norms)

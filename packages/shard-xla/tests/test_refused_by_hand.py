@@ -92,7 +92,7 @@ def backward_past_a_step(strategy: Any) -> None:
 BOTH: dict[Any, str] = {
     setup_again: "this Net was set up already",
     hook_before_setup: "parameter 'head.weight' has a hook on its gradient that nothing would call",
-    parameters_of_before: "holds a parameter that no gradient reaches",
+    parameters_of_before: "of no module that was set up",
     backward_past_a_step: "modified by an inplace operation",  # autograd's own sentence
 }
 SHARDS: dict[Any, str] = {
