@@ -181,9 +181,11 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
 
     def engine_flat_parts(self, module: torch.nn.Module) -> Mapping[torch.Tensor, FlatPart]:
         """Return the shards as they are: split by rows or elements, with what fills them up."""
-        for hooks in self._hooks():
+        sharded = self._sharded[module]
+        hooks = sharded.hooks()
+        if hooks is not None:
             hooks.check_values()
-        places = [place for place in self._sharded[module].tensors.places.values() if place.is_parameter]
+        places = [place for place in sharded.tensors.places.values() if place.is_parameter]
         shards = [(place.shape, place.tensor) for place in places]
         rank = self.global_rank
         return {shard: FlatPart(shape=shape, start=rank * shard.numel(), values=shard) for shape, shard in shards}
