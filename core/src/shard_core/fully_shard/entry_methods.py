@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from shard_core._versions import gathered_for, in_backward, run_unit_hooks, running_backward, tree_leaves
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.second_derivatives import SecondDerivatives
+from shard_core.fully_shard.units import sharded_parts
 from shard_core.gradients import inside_objects
 from shard_core.inference_mode import without_inference_mode
 from shard_core.parameters import ReplacementCheck
@@ -34,9 +35,8 @@ def reshard(module: torch.nn.Module) -> None:
     Args:
         module: One that was sharded.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for part in sharded_parts(module):
+        part.reshard()
 
 
 class EntryMethods:

@@ -6,7 +6,6 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING
 
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from shard_core._versions import gradient_hooks, shards_and_unsharded
@@ -54,7 +53,7 @@ class GradientHooks:
     def begin_backward(self) -> None:
         """Attach the hooks that shards have now to what computes, when a backward begins."""
         module = self._module()
-        parts = [] if module is None else [part for part in module.modules() if isinstance(part, FSDPModule)]
+        parts = () if module is None else module.modules()
         for shard, unsharded in itertools.chain.from_iterable(map(shards_and_unsharded, parts)):
             if gradient_hooks(shard):
                 self._follow(shard, unsharded)

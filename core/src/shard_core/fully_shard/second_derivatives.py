@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from shard_core._versions import left_gradients, tree_leaves
 from shard_core.errors import SetupError
+from shard_core.fully_shard.units import sharded_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+    from torch.distributed.fsdp import FSDPModule
 
 
 def on_created_graph(tensors: Any, call: Callable[[], object]) -> None:
@@ -72,9 +73,8 @@ class SecondDerivatives:
 
     def gather(self) -> None:
         """Gather what a backward through such a graph will read, if there is one."""
-        for part in self._module.modules() if self.pending else ():
-            if isinstance(part, FSDPModule):
-                part.unshard()
+        for part in sharded_parts(self._module) if self.pending else ():
+            part.unshard()
 
     def end(self, *, deferred: bool) -> None:
         """Free what was kept.
@@ -90,9 +90,8 @@ class SecondDerivatives:
         self.pending = False
         left = not deferred and left_gradients(self._module)
         cast("FSDPModule", self._module).set_reshard_after_backward(True)
-        for part in self._module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for part in sharded_parts(self._module):
+            part.reshard()
         if left:
             raise SetupError(
                 "the backward of a loss with gradients in it has left gradients on their rank; call "

@@ -20,7 +20,7 @@ from shard_core.fully_shard.forward_writes import ForwardWrites
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
 from shard_core.fully_shard.gradient_hooks import GradientHooks
 from shard_core.fully_shard.named_parameters import list_shards
-from shard_core.fully_shard.units import log_units
+from shard_core.fully_shard.units import log_units, sharded_parts
 from shard_core.gradients import check_used_alike, is_differentiable, on_gradient
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
@@ -234,8 +234,7 @@ class FullySharder:
         self._drop_discarded()
         for sharded in self._gradients:
             for part in sharded.modules():
-                if isinstance(part, FSDPModule):
-                    freeze_unsharded(part)
+                freeze_unsharded(part)
         begun: tuple[DeferredGradients | GradientHooks | DeferredSync, ...]
         begun = (*self._gradients.values(), *self._hooks.values(), *self._syncs.values())
         for each in begun:  # the loss may have come through several modules
@@ -338,9 +337,8 @@ class FullySharder:
             shard(list(unit.modules))
         shard(module)
         if is_gloo(self._mesh):
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    use_gloo_comm(part)
+            for part in sharded_parts(module):
+                use_gloo_comm(part)
         log_units(module, units, self._mesh)
 
     def _refuse_unset(self, module: torch.nn.Module) -> None:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from torch.distributed.fsdp import FSDPModule
+
 from shard_core.parameters import plain_name
 from shard_core.preparation.submodules import num_bytes, runs_of_blocks
 
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
+
+
+def sharded_parts(module: nn.Module) -> list[FSDPModule]:
+    """List the parts of a module that torch gathers by themselves, which ``fully_shard`` has made of units."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 @dataclasses.dataclass(frozen=True)
