@@ -191,6 +191,7 @@ class DeepSpeedStrategy(Strategy):
                 zero.publish()
             loss = closure()
             for zero in modules:
+                zero.copy_writes()  # of the closure's forward
                 zero.follow_gradients()
             return loss
 

@@ -49,18 +49,27 @@ def possible(program: Program) -> bool:
         or any(spec.module >= len(program.models) for spec in program.optimizers)
     ):
         return False
-    if not _shared_as_taken(program) or (program.compiled and not _may_be_compiled(program)):
+    copied = program.averaged or program.precision == "bf16-true"
+    if (copied and _has_part(program.models, "clamped")) or not _shared_as_taken(program):
+        return False
+    if program.compiled and not _may_be_compiled(program):
         return False
     if not all(_may_be_sparse(program, spec) for spec in program.optimizers if _is_sparse(program, spec)):
         return False
-    if not all(_is_stepped(program, number) for number in range(len(program.models))) and _is_scaled(program):
-        return False
-    return all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
+    stepped = all(_is_stepped(program, number) for number in range(len(program.models)))
+    return (stepped or not _is_scaled(program)) and all(
+        _may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without
+    )
+
+
+def _has_part(models: Sequence[ModelSpec], part: str) -> bool:
+    """Check whether one of some models has a part."""
+    return any(part in model.parts for model in models)
 
 
 def _reads_inside(models: Sequence[ModelSpec], option: str) -> bool:
     """Check whether a part would read the weights of units inside it, which are not gathered yet."""
-    return option.startswith("auto_wrap_policy") and any("weighed" in model.parts for model in models)
+    return option.startswith("auto_wrap_policy") and _has_part(models, "weighed")
 
 
 def _is_stepped(program: Program, number: int) -> bool:
@@ -135,7 +144,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict"])))
     two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
     # Torch's Adafactor divides by the number of elements.
-    divides = not any("empty" in model.parts for model in models) and Capability.ANY_OPTIMIZER in card.capabilities
+    divides = not _has_part(models, "empty") and Capability.ANY_OPTIMIZER in card.capabilities
     kinds = [kind for kind in KINDS if kind not in WHOLE or divides]
     optimizers = [
         OptimizerSpec(
@@ -153,7 +162,9 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     if precision in CAST and any(spec.kind in MADE_WHOLE for spec in optimizers):
         precision = "32-true"
     optimizers = [_fused(spec, models[spec.module], precision, chance) for spec in optimizers]
-    if any("sparse" in model.parts for model in models):
+    if precision == "bf16-true" and _has_part(models, "clamped"):
+        precision = "32-true"
+    if _has_part(models, "sparse"):
         precision = "32-true" if POLICIES[precision].scaled else precision
         kinds = [kind for kind in SPARSE if precision not in CAST or kind not in MADE_WHOLE]
         changes: dict[str, Any] = {"kind": chance.choice(kinds), "fused": False, "weight_decay": 0.0}
@@ -171,7 +182,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         models=tuple(models),
         optimizers=tuple(optimizers),
         late=late,
-        averaged=chance.random() < 0.08 and precision in EXACT,
+        averaged=chance.random() < 0.08 and precision in EXACT and not _has_part(models, "clamped"),
         wrapped=chance.random() < 0.08,
         options=_options([each for each in offered(strategy) if not _reads_inside(models, each)], chance),
     )

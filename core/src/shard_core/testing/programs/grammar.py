@@ -132,13 +132,15 @@ def _norms(card: StrategyInfo) -> list[float]:
 
 
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
-    kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient"]
-    kinds += ["frozen"] * (chance.random() < 0.2)
+    kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient", "eval"]
+    kinds += ["frozen"] * (chance.random() < 0.2) + ["penalty"] * (chance.random() < 0.2)
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
     kinds += ["contrastive"] * (Capability.SYNC_GRADS in card.capabilities)
     kinds += ["through"] * 2 * (len(program.models) == 2)
     how = chance.choice(kinds)
-    denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities and how != "contrastive"
+    denominator = (
+        chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities and how not in ("contrastive", "penalty")
+    )
     rows = [chance.randint(2, 4)] * program.world_size
     if denominator and chance.random() < 0.6:
         least = 2 if any("batch_norm" in model.parts for model in program.models) else 0
@@ -195,6 +197,7 @@ def _odd(
         ops.StepScheduler(optimizer=which),
         ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
         *[ops.HookGradients(module=number, part=chance.choice(program.models[number].parts))] * on_cpu,
+        *[ops.Initialize(module=number, part=chance.choice(program.models[number].parts))] * on_cpu,
         ops.ShowWeights(),
         ops.ShowParameters(module=number),
         ops.ShowGradients(module=number),

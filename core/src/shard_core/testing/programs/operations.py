@@ -18,7 +18,8 @@ class Backward:
             ``"crossed"``: two forwards, then their backwards in the other order; ``"gradient"``: of the output and its
             gradient; ``"method"``: through an entry method; ``"contrastive"``: each row's output is told from those of
             all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named;
-            ``"frozen"``: the layer on top is frozen before the backward, and trained again after it.
+            ``"frozen"``: the layer on top is frozen before the backward, and trained again after it; ``"eval"``: of a
+            module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is.
@@ -162,6 +163,14 @@ class HookGradients:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Initialize:
+    """Draw the parameters of a part anew by ``torch.nn.init``."""
+
+    module: int = 0
+    part: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateAverage:
     """Add the first module's weights to their exponential moving average."""
 
@@ -299,6 +308,7 @@ Operation = (
     | StepScheduler
     | Freeze
     | HookGradients
+    | Initialize
     | UpdateAverage
     | ShowAverage
     | ShowWeights
@@ -322,6 +332,7 @@ KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Operation.__args_
 WAYS: dict[type[Any], tuple[str, ...]] = {
     Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
+        "eval", "penalty",
     ),
     Forward: ("train", "eval", "no_grad", "inference", "unwrap", "method"),
     EditGradients: ("multiplied", "infinite"),

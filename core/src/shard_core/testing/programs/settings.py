@@ -117,6 +117,11 @@ LEFT_OUT = (
     "parameters assigned other data where DeepSpeed's stage 3 has them away, which nothing can see: its page says so",
     "LBFGS, which evaluates its closure as often as the loss of one rank says; SparseAdam, which steps sparse "
     "gradients alone; Rprop, which steps by the sign of a gradient, be it rounding",
+    "gradient penalties in 16 bits, of compiled models, and of attention: torch's kernel for the CPU has no second "
+    "derivative",
+    "a part that writes to its weight in forward, where two forwards come before a backward, which autograd refuses, "
+    "where its average is evaluated, and in bf16-true",
+    "values drawn anew by torch.nn.init in bf16-true, whose dtype is the engine's, and on devices other than the CPU",
     "hooks on accumulated gradients, which see each rank's own",
     "hooks from after setup where devices are not CPUs: xla_fsdp refuses them, as its page says",
     "weights read by a layer around the units that they belong to, before these run",

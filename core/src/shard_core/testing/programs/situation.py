@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.parts import SLOPE_ONCE
 from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Situation:
                 allowed = alone and not (pending or self._scaled) and len(rows) == self.world_size
             case ops.ZeroGrad() | ops.ZeroByHand():
                 allowed = self._may_be_zeroed(operation, number)
-            case ops.Freeze(part=part) | ops.HookGradients(part=part):
+            case ops.Freeze(part=part) | ops.HookGradients(part=part) | ops.Initialize(part=part):
                 allowed = part in self._program.models[number].parts
             case ops.StepScheduler(optimizer=which):
                 allowed = self._program.optimizers[which].scheduled
@@ -132,6 +133,13 @@ class Situation:
                 known = "sparse" not in self._program.models[number].parts
             case ops.Backward(how="retain_graph"):
                 known = not self._program.compiled
+            case ops.Backward(how="penalty"):
+                once = not set(SLOPE_ONCE).isdisjoint(self._program.models[number].parts)
+                known = not (once or self._program.compiled) and self._program.precision in EXACT
+            case ops.Backward(how="two_forwards" | "crossed" | "contrastive"):
+                known = "clamped" not in self._program.models[number].parts
+            case ops.Initialize():
+                known = self._program.precision != "bf16-true"
             case ops.Freeze() | ops.Backward(how="frozen"):
                 mine = (spec for spec in self._program.optimizers if spec.module == number)
                 recomputed = self._recomputes and isinstance(operation, ops.Backward)
@@ -161,7 +169,7 @@ class Situation:
         else:
             stepped = {spec.module for spec in self._program.optimizers}
             lacks = any(self._lacks_of(each) or each not in stepped for each in reached)
-            possible = operation.how not in ("gradient", "contrastive") and not lacks
+            possible = operation.how not in ("gradient", "contrastive", "penalty") and not lacks
         return possible and all(self._modules[each].denominator in (None, operation.denominator) for each in reached)
 
     def _is_alone(self, number: int) -> bool:

@@ -134,6 +134,13 @@ def _(operation: ops.HookGradients, *_: object) -> Lines:
     return [f"for parameter in {part}.parameters():", "    if parameter.requires_grad:", f"        {hook}"], []
 
 
+@statements.register(ops.Initialize)
+def _(operation: ops.Initialize, program: Program, *_: object) -> Lines:
+    part = f"strategy.unwrap({MODULES[operation.module]}).parts[{operation.part!r}]"
+    loop = f"for parameter in {part}.parameters():"
+    return [loop, "    torch.nn.init.normal_(parameter, std=0.3)"], [f"**{shown_state(program)}"]
+
+
 @statements.register(ops.UpdateAverage)
 def _(*_: object) -> Lines:
     return ["average.update()"], []
@@ -264,6 +271,7 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     extra = ", extra=True" if operation.extra else ""
     lines = [f"given = {_batch(program, operation.key, operation.rows)}"]
     loss = f"loss = loss_of({name}(given{extra}), given{reduction})"
+    other, second = f"other = {_batch(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"
     shown = ["loss=loss"]
     match operation.how:
         case "plain":
@@ -271,16 +279,13 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
         case "retain_graph":
             lines += [loss, f"strategy.backward(loss, {name}{counted}, retain_graph=True)"]
             lines += [f"strategy.backward(0.5 * loss, {name}{counted})"]
-        case "two_forwards" | "crossed":
-            other = f"other = {_batch(program, operation.key + 1, operation.rows)}"
-            second = f"{name}(other{extra})"
-            if operation.how == "two_forwards":
-                lines += [other, f"{loss} + loss_of({second}, other{reduction})"]
-                lines += [f"strategy.backward(loss, {name}{counted})"]
-            else:
-                lines += [loss, other, f"later = loss_of({second}, other{reduction})"]
-                lines += [f"strategy.backward({each}, {name}{counted})" for each in ("later", "loss")]
-                shown += ["later=later"]
+        case "two_forwards":
+            lines += [other, f"{loss} + loss_of({second}, other{reduction})"]
+            lines += [f"strategy.backward(loss, {name}{counted})"]
+        case "crossed":
+            lines += [loss, other, f"later = loss_of({second}, other{reduction})"]
+            lines += [f"strategy.backward({each}, {name}{counted})" for each in ("later", "loss")]
+            shown += ["later=later"]
         case "gradient":
             lines += [f"output = tensors_of({name}(given{extra}))[0]"]
             lines += [f"strategy.backward(output, {name}, gradient=0.1 * given.targets.to(output))"]
@@ -295,6 +300,17 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
         case "frozen":
             top = f"strategy.unwrap({name}).head.requires_grad_"
             lines += [loss, f"{top}(False)", f"strategy.backward(loss, {name}{counted})", f"{top}(True)"]
+        case "eval":
+            lines += [f"{name}.eval()", loss, f"strategy.backward(loss, {name}{counted})", f"{name}.train()"]
+        case "penalty":
+            lines += [
+                "given.inputs.requires_grad_()",
+                f"output = {name}(given{extra})",
+                "summed = tensors_of(output)[0].sum()",
+                "(slope,) = torch.autograd.grad(summed, given.inputs, create_graph=True)",
+                "loss = loss_of(output, given) + slope.square().mean()",
+                f"strategy.backward(loss, {name})",
+            ]
         case "through":
             first, second = MODULES
             lines += [

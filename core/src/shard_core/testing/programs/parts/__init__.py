@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["LENGTH", "PARTS", "PLAN", "SKIPPING", "VOCABULARY", "WIDTH", "Extra"]
+__all__ = ["LENGTH", "PARTS", "PLAN", "SKIPPING", "SLOPE_ONCE", "VOCABULARY", "WIDTH", "Extra"]
 
 #: How ranks that share layers split them, in the styles of Hugging Face's plans; the other parts stay whole.
 PLAN = {
@@ -37,3 +37,5 @@ PARTS: dict[str, Callable[[], nn.Module]] = {"linear": Linear, **LAYERS, **PARAM
 """The parts by name."""
 SKIPPING = ("extra", "spare")
 """Parts with parameters that some losses, or all, do not reach."""
+SLOPE_ONCE = ("attention", "heads")
+"""Parts whose kernels torch has no second derivatives of."""

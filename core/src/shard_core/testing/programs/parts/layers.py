@@ -26,6 +26,19 @@ class Extra(Linear):
     """A block that only some forwards call."""
 
 
+class _Activated(Part):
+    """A layer and a bend whose gradient its own output is saved for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.bend = nn.ELU()
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        out: torch.Tensor = self.bend(self.layer(hidden))
+        return out
+
+
 class _Odd(Part):
     """Widths that divide by nothing, and a nested module."""
 
@@ -189,6 +202,7 @@ class _Counter(Part):
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "activated": _Activated,
     "odd": _Odd,
     "convolution": _Convolution,
     "norm": _Norm,

@@ -177,6 +177,15 @@ class _Weighed(Linear):
         return super().forward(hidden, tokens) + 0.01 * penalty
 
 
+class _Clamped(Linear):
+    """A layer whose forward writes to its weight before it computes with it."""
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layer.weight.clamp_(-0.25, 0.25)
+        return super().forward(hidden, tokens)
+
+
 class _Wide(Part):
     """A layer made in float64, which a precision casts like all others."""
 
@@ -203,6 +212,7 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "shared": _Shared,
     "spare": _Spare,
     "weighed": _Weighed,
+    "clamped": _Clamped,
     "wide": _Wide,
 }
 """Parts with such parameters, by name."""

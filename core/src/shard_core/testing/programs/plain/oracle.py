@@ -11,6 +11,7 @@ import torch
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Batch, batch, contrast_of, fed_back, loss_of, tensors_of
 from shard_core.testing.programs.plain.plain_run import Count, PlainRun, Values
+from shard_core.testing.programs.plain.precisions import input_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,6 +155,19 @@ class Oracle(PlainRun):
                     parameter.register_hook(functools.partial(torch.mul, operation.factor))
         return {}
 
+    @_on_all.register(ops.Initialize)
+    def _(self, operation: ops.Initialize) -> Values:
+        """Draw on every rank, and keep what the first one draws."""
+        parameters = list(self.models[operation.module].parts[operation.part].parameters())
+
+        def draw(rank: int) -> Values:
+            for parameter in parameters:
+                torch.nn.init.normal_(parameter if rank == 0 else parameter.detach().clone(), std=0.3)
+            return {}
+
+        self._each(draw)
+        return self.state()
+
     @_on_all.register(ops.UpdateAverage)
     def _(self, operation: ops.UpdateAverage) -> Values:
         del operation
@@ -239,6 +253,7 @@ class Oracle(PlainRun):
 
     def _backward(self, operation: ops.Backward, rank: int) -> Values:
         module, rows = operation.module, operation.rows[rank]
+        self.models[module].train(operation.how != "eval")
         given = batch(operation.key, rank, rows)
         reduction = "sum" if operation.denominator else "mean"
 
@@ -265,6 +280,11 @@ class Oracle(PlainRun):
             case "method":
                 score = self._run(module, given, rank, extra=operation.extra, method="score")
                 loss = score.sum() if operation.denominator else score.mean()
+            case "penalty":
+                inputs = given.inputs.to(input_dtype(self._program.precision)).requires_grad_()
+                output = self._run(module, given._replace(inputs=inputs), rank, extra=operation.extra)
+                (slope,) = torch.autograd.grad(tensors_of(output)[0].sum(), inputs, create_graph=True)
+                loss = loss_of(output, given) + slope.square().mean()
             case _:
                 loss = forward(given)
         if operation.how == "retain_graph":
@@ -276,6 +296,7 @@ class Oracle(PlainRun):
             self._train_top(module, True)
         else:
             self._add(loss)
+        self.models[module].train()
         return {"loss": loss.detach()}
 
     def _contrasted(self, operation: ops.Backward) -> list[Values]:
