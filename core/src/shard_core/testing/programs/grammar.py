@@ -65,13 +65,13 @@ def draw(
     chance = random.Random(f"{seed} {strategy} {world_size}")
     card = plugins.find(strategy)
     program = draw_frame(seed, strategy, world_size, card, chance)
-    others = [name for name in others if _can_go_on(program, plugins.find(name))]
+    names = [strategy, *(name for name in others if _can_go_on(program, plugins.find(name)))]
     situation = Situation(program)
     operations: list[Operation] = []
     length = chance.randint(_SHORTEST, _LONGEST)
     while len(operations) < length:
-        now = dataclasses.replace(program, world_size=situation.world_size)
-        for operation in _proposed(now, card, others, sizes, chance):
+        now = dataclasses.replace(program, world_size=situation.world_size, strategy=situation.strategy)
+        for operation in _proposed(now, card, names, sizes, chance):
             if situation.allows(operation):
                 situation.follow(operation)
                 operations.append(operation)
@@ -89,16 +89,17 @@ def _can_go_on(program: Program, card: StrategyInfo) -> bool:
 
 
 def _proposed(
-    program: Program, card: StrategyInfo, others: Sequence[str], sizes: Sequence[int], chance: random.Random
+    program: Program, card: StrategyInfo, names: Sequence[str], sizes: Sequence[int], chance: random.Random
 ) -> Iterable[Operation]:
     """Draw what might come next: mostly a piece of an ordinary step, often something odd."""
     number = chance.randrange(len(program.models))
     mine = [which for which, spec in enumerate(program.optimizers) if spec.module == number]
     if chance.random() < 0.55:
         return _ordinary(program, number, mine, card, chance)
-    switch = ops.Switch(strategy=chance.choice([program.strategy, *others]))
+    name = chance.choice(names)
+    switch = ops.Switch(strategy=name, same=name == program.strategy and chance.random() < 0.5)
     proposals = [*_odd(program, number, mine, card, chance), switch]
-    proposals += [dataclasses.replace(switch, world_size=chance.choice(sizes))] * 4 if sizes else []
+    proposals += [ops.Switch(strategy=name, world_size=chance.choice(sizes))] * 4 if sizes else []
     return [chance.choice(proposals)]
 
 

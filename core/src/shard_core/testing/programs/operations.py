@@ -250,7 +250,11 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fail:
-    """Save where a file is in the way (``"save"``), or load a value that the last checkpoint lacks (``"load"``)."""
+    """Fail to save, where a file is in the way, or to load a value that the last checkpoint lacks.
+
+    Attributes:
+        how: ``"save"``, ``"background"`` for a save that others go on beside, or ``"load"``.
+    """
 
     how: str = "save"
 
@@ -276,10 +280,12 @@ class Switch:
     Attributes:
         strategy: Which.
         world_size: On how many ranks, where these are not as many as before.
+        same: Whether the strategy's object is set up again, instead of another made.
     """
 
     strategy: str
     world_size: int = 0
+    same: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -338,7 +344,7 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
     EditGradients: ("multiplied", "infinite"),
     EditWeights: ("in place", "data"),
     Load: ("path", "latest", "modules"),
-    Fail: ("save", "load"),
+    Fail: ("save", "background", "load"),
     Reduce: ("mean", "sum", "max", "gather", "dict"),
 }  # fmt: skip
 """What ``how`` may be, where an operation has it."""

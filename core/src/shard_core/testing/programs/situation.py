@@ -70,11 +70,13 @@ class Situation:
 
     Attributes:
         world_size: How many ranks there are.
+        strategy: The strategy's name.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self.world_size = program.world_size
+        self.strategy = program.strategy
         self._scaled = POLICIES[program.precision].scaled
         self._added: frozenset[int] = frozenset()
         self._files = _Files()
@@ -110,8 +112,8 @@ class Situation:
                 allowed = self._lacks(which)
             case ops.UpdateAverage() | ops.ShowAverage():
                 allowed = self._program.averaged
-            case ops.Switch(world_size=size):
-                allowed = size != self.world_size
+            case ops.Switch(strategy=strategy, world_size=size, same=same):
+                allowed = size != self.world_size and not (same and (size or strategy != self.strategy))
             case _:
                 allowed = self._files.have(operation, number, self._added)
         return allowed and self._has_kernels(operation, number)
@@ -216,7 +218,8 @@ class Situation:
             case ops.AddGroup(optimizer=which):
                 self._added |= {which}
                 module.stale = True
-            case ops.Switch(world_size=size):
+            case ops.Switch(strategy=strategy, world_size=size):
+                self.strategy = strategy
                 self._modules = [_Module() for _ in self._modules]
                 self.world_size = size or self.world_size
             case _:

@@ -233,7 +233,8 @@ def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
         return ["saving.wait()", f"failed = fails(lambda: strategy.load_checkpoint({path}, {lacking}))"], shown
     path = f"f'{{folder}}/taken-{number}'"
     made = f"open({path}, 'w').close()"
-    return [made, f"failed = fails(lambda: strategy.save_checkpoint({path}, {states}))"], shown
+    more = ", blocking=False).wait()" if operation.how == "background" else ")"
+    return [made, f"failed = fails(lambda: strategy.save_checkpoint({path}, {states}{more})"], shown
 
 
 @statements.register(ops.SavePretrained)
@@ -254,7 +255,7 @@ def _(operation: ops.Switch, program: Program, number: int, *_: object) -> Lines
     return [
         f"strategy.save_checkpoint({path}, {states})",
         "strategy.teardown()",
-        f"strategy = {strategy_of(program, operation.strategy)}",
+        *([] if operation.same else [f"strategy = {strategy_of(program, operation.strategy)}"]),
         "strategy.setup_environment()",
         *(["rank = strategy.distributed_sampler_kwargs['rank']"] if operation.world_size else []),
         f"{', '.join(everything(program))} = build(strategy)",
