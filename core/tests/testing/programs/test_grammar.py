@@ -104,6 +104,32 @@ def test_a_layer_is_not_frozen_where_its_activations_are_computed_again():
     assert not legal(dataclasses.replace(frozen, options=("activation_checkpointing=torch.nn.Linear",)))
 
 
+@pytest.mark.parametrize(
+    ("how", "parts", "precision"),
+    [
+        ("penalty", ("attention",), "32-true"),
+        ("penalty", ("linear",), "16-mixed"),
+        ("crossed", ("clamped",), "32-true"),
+    ],
+)
+def test_what_torch_has_no_derivatives_for_is_illegal(how, parts, precision):
+    backward = dataclasses.replace(BACKWARD, how=how)
+    plain = dataclasses.replace(PLAIN, models=(ModelSpec(parts=("linear",)),), operations=(backward,))
+    assert legal(plain)
+    assert not legal(dataclasses.replace(plain, models=(ModelSpec(parts=parts),), precision=precision))
+
+
+def test_weights_that_a_forward_writes_have_no_copies():
+    clamped = dataclasses.replace(PLAIN, models=(ModelSpec(parts=("clamped",)),))
+    assert legal(clamped)
+    assert not legal(dataclasses.replace(clamped, averaged=True))
+    assert not legal(dataclasses.replace(clamped, precision="bf16-true"))
+
+
+def test_a_strategy_is_set_up_again():
+    assert legal(dataclasses.replace(PLAIN, operations=(ops.Switch(strategy="ddp", same=True), BACKWARD)))
+
+
 def test_a_module_may_have_no_optimizer():
     two = dataclasses.replace(PLAIN, models=(*PLAIN.models, *PLAIN.models))
     backward = dataclasses.replace(BACKWARD, module=1)
@@ -254,6 +280,10 @@ def test_one_strategy_goes_on_as_itself_alone():
         (ops.ShowAverage(key=1),),
         (ops.Freeze(part="norm"),),
         (ops.HookGradients(part="norm"),),
+        (ops.Initialize(part="norm"),),
+        (dataclasses.replace(COUNTED, how="penalty"),),
+        (ops.Switch(strategy="fsdp", same=True),),
+        (ops.Switch(strategy="ddp", world_size=3, same=True),),
         (ops.Step(optimizer=1),),
         (ops.Forward(module=1, key=0),),
         (ops.ZeroGrad(of_module=True, which=1),),

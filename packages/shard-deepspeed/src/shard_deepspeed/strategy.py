@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 #: How torch refuses to compute with a parameter that stage 3 has let go.
-_READS_NOTHING = ("is invalid for input of size 0", "size of tensor a (0)", "size of tensor b (0)")
+_READS_NOTHING = (
+    *("is invalid for input of size 0", "size of tensor a (0)", "size of tensor b (0)"),
+    "cannot create std::vector larger than max_size()",  # a convolution's kernel
+)
 
 
 class DeepSpeedStrategy(Strategy):

@@ -172,7 +172,7 @@ def _odd(
         how for how in ops.WAYS[ops.Forward] if how != "method" or Capability.ENTRY_METHODS in card.capabilities
     ]
     on_cpu = "cpu" in card.devices
-    averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key)] * 4  # few programs have an average
+    averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key)] * 7  # few programs have an average
     proposals: list[Operation] = [
         *(averaging if program.averaged else ()),
         _backward(program, number, card, chance),
@@ -207,7 +207,7 @@ def _odd(
         ops.Reduce(key=key, how=chance.choice(ops.WAYS[ops.Reduce])),
         ops.Seed(seed=chance.randrange(1000)),
         ops.Save(blocking=chance.random() < 0.6),
-        *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 3,
+        *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 4,
         ops.Fail(how=chance.choice(ops.WAYS[ops.Fail])),
         ops.SavePretrained(module=number),
         *[ops.LoadWeights(module=number)] * 4,

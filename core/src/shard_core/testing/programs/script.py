@@ -25,7 +25,7 @@ _HEAD = '''\
 """{reason}"""
 
 {before}import torch
-{wrapping}
+{more}
 from shard_core import {imports}
 from shard_core.testing.programs import Model, batch, contrast_of, evaluate, fails, fed_back, loss_of
 from shard_core.testing.programs import parameters_of, print_shown, state, tensors_of
@@ -78,8 +78,9 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
     commands = [
         f"shard run --nproc-per-node {each.world_size} this_file.py{f' {each.entry}' * several}" for each in parts
     ]
-    wrapping = "from torch.distributed.fsdp.wrap import wrap\n" * program.wrapped
-    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports, wrapping=wrapping)
+    more = "import torch.distributed.fsdp\n" * any("torch.distributed.fsdp" in option for option in program.options)
+    more += "from torch.distributed.fsdp.wrap import wrap\n" * program.wrapped
+    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports, more=more)
     tail = _TAIL.format(commands=", then ".join(commands), call="globals()[sys.argv[1]]" if several else "main")
     return head + "\n".join(lines) + tail
 

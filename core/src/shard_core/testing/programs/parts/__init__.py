@@ -32,6 +32,7 @@ PLAN = {
     "heads.value": "colwise",
     "heads.norm": "replicated_with_grad_allreduce",
     "heads.out": "rowwise",
+    "shared.*": "colwise_gather_output",
 }
 PARTS: dict[str, Callable[[], nn.Module]] = {"linear": Linear, **LAYERS, **PARAMETERS, **HOOKS}
 """The parts by name."""
