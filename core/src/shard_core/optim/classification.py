@@ -112,7 +112,7 @@ def _rate(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
     return {"lr": 1e-3} if "lr" in group else {}
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _verdict(
     kind: Any, defaults: _Settings, kept: _Settings, groups: tuple[_Group, ...], device: torch.device
 ) -> str | None:
