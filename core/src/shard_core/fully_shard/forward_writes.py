@@ -76,13 +76,14 @@ class ForwardWrites:
 
     def _begin(self, part: nn.Module, args: Any) -> None:
         del args
-        if not torch.compiler.is_compiling():
-            self.begin(self._units[part], part)
+        # Torch's own hooks end the graph here, too.
+        begin = torch.compiler.disable(self.begin) if torch.compiler.is_compiling() else self.begin
+        begin(self._units[part], part)
 
     def _end(self, part: nn.Module, args: Any, output: Any) -> None:
         del args, output
-        if not torch.compiler.is_compiling():
-            self.end(self._units[part], part)
+        end = torch.compiler.disable(self.end) if torch.compiler.is_compiling() else self.end
+        end(self._units[part], part)
 
     @torch.no_grad()
     def _take(self, unit: nn.Module, part: nn.Module | None = None) -> None:
