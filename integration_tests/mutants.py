@@ -152,6 +152,7 @@ def reaches(original: Original, mutant: Mutant) -> bool:
     return original.strategy in _judges(mutant) and (not inside or any(first <= line <= last for line in lines))
 
 
+@functools.lru_cache(maxsize=1)  # asked of every program
 def _statement(mutant: Mutant) -> tuple[int, int, bool]:
     """Return the lines of a mutant's statement, or of a block's head, and whether it stands in a function."""
     first, last, inside = mutant.line, mutant.line, False

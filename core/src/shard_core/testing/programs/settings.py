@@ -45,6 +45,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "shard_param_on_dim_0": ("True", "False"),
     "disable_reshard_on_root": ("False",),
     "tensor_parallel_size": ("2",),
+    "plan": ("{}",),
 }
 _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": ("stage", 3)}
 """Options that act under some names of an engine alone, and are refused under its others."""
