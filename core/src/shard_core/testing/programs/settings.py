@@ -162,7 +162,10 @@ def offered(strategy: str) -> list[str]:
     free -= {name for option in card.options for name in _REFUSED_BESIDE.get(option.name, ())}
     free -= {name for name, other in _INSTEAD.items() if other in free}
     free -= {name for pair in APART.items() for name in pair if not card.presets.keys().isdisjoint(pair)}
-    return [f"{name}={value}" for name, values in OPTIONS.items() if name in free for value in values]
+    drawn = [(name, value) for name, values in OPTIONS.items() if name in free for value in values]
+    # XLA's wrapper has nothing to do with the objects of torch's.
+    torchs = "cpu" in card.devices
+    return [f"{name}={value}" for name, value in drawn if torchs or not value.startswith("torch.distributed.")]
 
 
 def splits_layers(card: StrategyInfo) -> bool:
