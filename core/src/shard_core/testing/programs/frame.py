@@ -11,7 +11,6 @@ from shard_core.testing.programs.parts import PARTS, SKIPPING
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.settings import (
     ALL_AT_ONCE,
-    APART,
     CAST,
     COMPILED,
     EXACT,
@@ -24,6 +23,7 @@ from shard_core.testing.programs.settings import (
     SPARSE,
     TAKES,
     WHOLE,
+    agreeing,
     offered,
     splits_layers,
 )
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from shard_core.plugins.info import StrategyInfo
 
-_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.3}
+_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6}
 """How often a part is drawn, where less often than the others."""
 _WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
 
@@ -235,6 +235,4 @@ def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
     """Draw up to three options, each with one value; mostly none."""
     if chance.random() < 0.6:
         return ()
-    drawn = chance.sample(offers, min(len(offers), chance.randint(1, 3)))
-    named = {option.partition("=")[0]: option for option in drawn}
-    return tuple(option for name, option in named.items() if APART.get(name) not in named)
+    return agreeing(chance.sample(offers, min(len(offers), chance.randint(1, 3))))

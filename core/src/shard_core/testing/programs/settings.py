@@ -24,6 +24,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "overlap_comm": ("False",),
     "reduce_scatter": ("False",),
     "reduce_bucket_size": ("70",),
+    "stage": ("0",),
     "sub_group_size": ("100",),
     "param_persistence_threshold": ("0", "20"),
     "auto_wrap_policy": (
@@ -53,18 +54,20 @@ APART = {
     "reduce_scatter": "contiguous_gradients",
     "device_mesh": "sharding_strategy",
     "reshard_after_forward": "sharding_strategy",
+    "auto_wrap_policy": "unit_bytes",
+    "activation_checkpointing_policy": "activation_checkpointing",
 }
 """Options that a strategy refuses beside another."""
+_IDLE = {"stage=0": ("contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter")}
+"""Options that do nothing, and are refused, beside a value of another."""
 _REFUSED_BESIDE = {
     "reduce_bucket_size": {"activation_offload"},
     "tensor_parallel_size": {
-        *("activation_offload", "backward_prefetch", "cpu_offload", "forward_prefetch"),
+        *("activation_offload", "auto_wrap_policy", "backward_prefetch", "cpu_offload", "forward_prefetch"),
         *("ignored_modules", "ignored_states"),
     },
 }
 """Options that every strategy refuses that has another one, as not there yet."""
-_INSTEAD = {"auto_wrap_policy": "unit_bytes", "activation_checkpointing_policy": "activation_checkpointing"}
-"""Options that say in another way what another says, which is drawn where a strategy has it."""
 KINDS = (
     *("sgd", "momentum", "nesterov", "adamw", "amsgrad", "rmsprop", "adagrad"),
     *("nadam", "radam", "adamax", "asgd", "adadelta", "adafactor"),
@@ -160,12 +163,23 @@ def offered(strategy: str) -> list[str]:
     free = {option.name for option in card.options} - card.presets.keys()
     free -= {name for name, (preset, value) in _NEEDS_PRESET.items() if card.presets.get(preset) != value}
     free -= {name for option in card.options for name in _REFUSED_BESIDE.get(option.name, ())}
-    free -= {name for name, other in _INSTEAD.items() if other in free}
     free -= {name for pair in APART.items() for name in pair if not card.presets.keys().isdisjoint(pair)}
     drawn = [(name, value) for name, values in OPTIONS.items() if name in free for value in values]
     # XLA's wrapper has nothing to do with the objects of torch's.
     torchs = "cpu" in card.devices
     return [f"{name}={value}" for name, value in drawn if torchs or not value.startswith("torch.distributed.")]
+
+
+def agreeing(options: Sequence[str]) -> tuple[str, ...]:
+    """Pick from drawn options those that no strategy refuses beside another of them.
+
+    Example:
+        >>> agreeing(["unit_bytes=1", "auto_wrap_policy={torch.nn.Linear}", "stage=0", "overlap_comm=False"])
+        ('unit_bytes=1', 'stage=0')
+    """
+    named = {option.partition("=")[0]: option for option in options}
+    idle = {name for option in options for name in _IDLE.get(option, ())}
+    return tuple(option for name, option in named.items() if APART.get(name) not in named and name not in idle)
 
 
 def splits_layers(card: StrategyInfo) -> bool:

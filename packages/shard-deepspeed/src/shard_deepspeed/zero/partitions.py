@@ -89,8 +89,17 @@ class Whole(Partitions):
 
     def reduce(self, trained: Iterable[TrainedParameter]) -> None:
         """Average gradients; those nobody has made are made up of zeros on the way, and go again."""
-        without = [each.parameter for each in trained if each.parameter.grad is None]
-        super().reduce(trained)
+        parameters = [each.parameter for each in trained]
+        without = [each for each in parameters if each.grad is None]
+        # DeepSpeed passes over these, and what deferred backwards have left with them.
+        frozen = [each for each in parameters if not each.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            super().reduce(trained)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
         for parameter in without:
             parameter.grad = None
 
