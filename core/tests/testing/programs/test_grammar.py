@@ -280,7 +280,6 @@ def test_one_strategy_goes_on_as_itself_alone():
         (ops.ShowAverage(key=1),),
         (ops.Freeze(part="norm"),),
         (ops.HookGradients(part="norm"),),
-        (ops.Initialize(part="norm"),),
         (dataclasses.replace(COUNTED, how="penalty"),),
         (ops.Switch(strategy="fsdp", same=True),),
         (ops.Switch(strategy="ddp", world_size=3, same=True),),

@@ -198,7 +198,7 @@ def _odd(
         ops.StepScheduler(optimizer=which),
         ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
         *[ops.HookGradients(module=number, part=chance.choice(program.models[number].parts))] * on_cpu,
-        *[ops.Initialize(module=number, part=chance.choice(program.models[number].parts))] * on_cpu,
+        *[ops.Initialize(module=number, which=chance.randrange(50))] * on_cpu,
         ops.ShowWeights(),
         ops.ShowParameters(module=number),
         ops.ShowGradients(module=number),

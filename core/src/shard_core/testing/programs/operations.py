@@ -164,10 +164,10 @@ class HookGradients:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Initialize:
-    """Draw the parameters of a part anew by ``torch.nn.init``."""
+    """Draw one parameter anew by ``torch.nn.init``, counted round."""
 
     module: int = 0
-    part: str
+    which: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

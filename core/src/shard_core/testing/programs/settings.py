@@ -64,7 +64,7 @@ _REFUSED_BESIDE = {
     "reduce_bucket_size": {"activation_offload"},
     "tensor_parallel_size": {
         *("activation_offload", "auto_wrap_policy", "backward_prefetch", "cpu_offload", "forward_prefetch"),
-        *("ignored_modules", "ignored_states"),
+        *("ignored_modules", "ignored_states", "mixed_precision"),
     },
 }
 """Options that every strategy refuses that has another one, as not there yet."""

@@ -104,7 +104,7 @@ class Situation:
                 allowed = alone and not (pending or self._scaled) and len(rows) == self.world_size
             case ops.ZeroGrad() | ops.ZeroByHand():
                 allowed = self._may_be_zeroed(operation, number)
-            case ops.Freeze(part=part) | ops.HookGradients(part=part) | ops.Initialize(part=part):
+            case ops.Freeze(part=part) | ops.HookGradients(part=part):
                 allowed = part in self._program.models[number].parts
             case ops.StepScheduler(optimizer=which):
                 allowed = self._program.optimizers[which].scheduled

@@ -136,9 +136,9 @@ def _(operation: ops.HookGradients, *_: object) -> Lines:
 
 @statements.register(ops.Initialize)
 def _(operation: ops.Initialize, program: Program, *_: object) -> Lines:
-    part = f"strategy.unwrap({MODULES[operation.module]}).parts[{operation.part!r}]"
-    loop = f"for parameter in {part}.parameters():"
-    return [loop, "    torch.nn.init.normal_(parameter, std=0.3)"], [f"**{shown_state(program)}"]
+    chosen = f"parameters = list({MODULES[operation.module]}.parameters())"
+    drawn = f"torch.nn.init.normal_(parameters[{operation.which} % len(parameters)], std=0.3)"
+    return [chosen, drawn], [f"**{shown_state(program)}"]
 
 
 @statements.register(ops.UpdateAverage)

@@ -158,11 +158,11 @@ class Oracle(PlainRun):
     @_on_all.register(ops.Initialize)
     def _(self, operation: ops.Initialize) -> Values:
         """Draw on every rank, and keep what the first one draws."""
-        parameters = list(self.models[operation.module].parts[operation.part].parameters())
+        parameters = list(self.models[operation.module].parameters())
+        drawn = parameters[operation.which % len(parameters)]
 
         def draw(rank: int) -> Values:
-            for parameter in parameters:
-                torch.nn.init.normal_(parameter if rank == 0 else parameter.detach().clone(), std=0.3)
+            torch.nn.init.normal_(drawn if rank == 0 else drawn.detach().clone(), std=0.3)
             return {}
 
         self._each(draw)
