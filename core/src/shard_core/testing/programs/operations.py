@@ -112,12 +112,21 @@ class EditGradients:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EditWeights:
-    """Multiply one parameter by hand, counted round: ``"in place"``, or by other ``"data"``."""
+    """Multiply one parameter by hand, counted round: ``"in place"``, or by other ``"data"``.
+
+    Attributes:
+        module: Which module.
+        which: Which parameter.
+        factor: By what.
+        how: In which way.
+        shown: Whether weights are looked at after it, which may hide that the next forward would miss it.
+    """
 
     module: int = 0
     which: int
     factor: float = 0.9
     how: str = "in place"
+    shown: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,10 +173,11 @@ class HookGradients:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Initialize:
-    """Draw one parameter anew by ``torch.nn.init``, counted round."""
+    """Draw one parameter anew by ``torch.nn.init``, counted round; ``shown`` is as for ``EditWeights``."""
 
     module: int = 0
     which: int
+    shown: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,10 +213,11 @@ class ShowGradients:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadStateDict:
-    """Load changed weights into a module with its own ``load_state_dict``."""
+    """Load changed weights into a module with its own ``load_state_dict``; ``shown`` is as for ``EditWeights``."""
 
     module: int = 0
     factor: float = 0.95
+    shown: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ def _(operation: ops.EditGradients, *_: object) -> Lines:
 def _(operation: ops.EditWeights, program: Program, *_: object) -> Lines:
     chosen = f"parameters = list({MODULES[operation.module]}.parameters())"
     edited, factor = f"parameters[{operation.which} % len(parameters)]", operation.factor
-    shown = [f"**{shown_state(program)}"]
+    shown = [f"**{shown_state(program)}"] * operation.shown
     if operation.how == "data":
         return [chosen, f"edited = {edited}", f"edited.data = edited.data * {factor}"], shown
     return [chosen, "with torch.no_grad():", f"    {edited}.mul_({factor})"], shown
@@ -138,7 +138,7 @@ def _(operation: ops.HookGradients, *_: object) -> Lines:
 def _(operation: ops.Initialize, program: Program, *_: object) -> Lines:
     chosen = f"parameters = list({MODULES[operation.module]}.parameters())"
     drawn = f"torch.nn.init.normal_(parameters[{operation.which} % len(parameters)], std=0.3)"
-    return [chosen, drawn], [f"**{shown_state(program)}"]
+    return [chosen, drawn], [f"**{shown_state(program)}"] * operation.shown
 
 
 @statements.register(ops.UpdateAverage)
@@ -181,7 +181,7 @@ def _(operation: ops.LoadStateDict, program: Program, *_: object) -> Lines:
         f"weights = strategy.broadcast(strategy.module_state_dict({name}))",
         f"scaled = {{key: each * {factor} if each.is_floating_point() else each for key, each in weights.items()}}",
         f"strategy.unwrap({name}).load_state_dict(scaled)",
-    ], [f"**{shown_state(program)}"]
+    ], [f"**{shown_state(program)}"] * operation.shown
 
 
 @statements.register(ops.ReloadOptimizer)

@@ -120,7 +120,7 @@ class Oracle(PlainRun):
         parameters = list(self.models[operation.module].parameters())
         with torch.no_grad():
             parameters[operation.which % len(parameters)].mul_(operation.factor)
-        return self.state()
+        return self.state() if operation.shown else {}
 
     @_on_all.register(ops.ChangeLearningRate)
     def _(self, operation: ops.ChangeLearningRate) -> Values:
@@ -166,7 +166,7 @@ class Oracle(PlainRun):
             return {}
 
         self._each(draw)
-        return self.state()
+        return self.state() if operation.shown else {}
 
     @_on_all.register(ops.UpdateAverage)
     def _(self, operation: ops.UpdateAverage) -> Values:
@@ -200,7 +200,7 @@ class Oracle(PlainRun):
         scaled = {name: each * factor if each.is_floating_point() else each for name, each in weights.items()}
         self.models[module].load_state_dict(scaled)
         self._spread(module)
-        return self.state()
+        return self.state() if operation.shown else {}
 
     @_on_all.register(ops.ReloadOptimizer)
     def _(self, operation: ops.ReloadOptimizer) -> Values:
