@@ -37,10 +37,12 @@ class ForwardWrites:
         self._outdated: dict[nn.Module, set[torch.Tensor]] = {}
         self._units = {first: first for first in [module, *(unit.modules[0] for unit in units)]}
         self._units |= {part: unit.modules[0] for unit in units for part in unit.modules}
+        # No graph may hold the hooks, as none holds torch's own, and no hook may become a graph of its own.
+        begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
         for part in self._units:
-            part.register_forward_pre_hook(self._begin)
+            part.register_forward_pre_hook(begin)
             # Before torch's own, which frees what was written to.
-            part.register_forward_hook(self._end, prepend=True)
+            part.register_forward_hook(end, prepend=True)
 
     def take(self) -> None:
         """Take what was written to what is gathered just now, between a forward and its backward, say.
@@ -76,14 +78,11 @@ class ForwardWrites:
 
     def _begin(self, part: nn.Module, args: Any) -> None:
         del args
-        # Torch's own hooks end the graph here, too.
-        begin = torch.compiler.disable(self.begin) if torch.compiler.is_compiling() else self.begin
-        begin(self._units[part], part)
+        self.begin(self._units[part], part)
 
     def _end(self, part: nn.Module, args: Any, output: Any) -> None:
         del args, output
-        end = torch.compiler.disable(self.end) if torch.compiler.is_compiling() else self.end
-        end(self._units[part], part)
+        self.end(self._units[part], part)
 
     @torch.no_grad()
     def _take(self, unit: nn.Module, part: nn.Module | None = None) -> None:
