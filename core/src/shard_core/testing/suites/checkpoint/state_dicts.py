@@ -127,7 +127,8 @@ def _assert_like_plain(run: _Run, truths: list[Bits]) -> None:
 
 def _assert_same(when: str, look: Bits, truth: Bits) -> None:
     try:
-        oracle.assert_same_weights(look, truth, 1e-5, elementwise=True)
+        # Second moments are squares: where gradients differ by 1e-5, as other devices' do, they differ by twice that.
+        oracle.assert_same_weights(look, truth, 2e-5, elementwise=True)
     except AssertionError as error:
         raise AssertionError(f"{when}, state dicts are not of that moment: {error}") from error
 

@@ -14,7 +14,7 @@ from shard_core.errors import ShardError
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
-from shard_core.testing.suites.training.runs import BATCH
+from shard_core.testing.suites.training.runs import BATCH, device_of
 from shard_core.testing.training import set_up, whole_weights
 
 if TYPE_CHECKING:
@@ -88,11 +88,14 @@ class CustomSteps(Suite):
     def test_weights_can_be_drawn_anew(self, ranks: Ranks) -> None:
         """Functions of ``torch.nn.init`` give parameters the values of plain PyTorch where ranks have the same seed.
 
+        On a GPU those are what its generator draws, if parameters are there.
+
         Usual cause:
             Each rank draws its own part, all from the same generator, so that parts repeat one another; or functions
             that need whole tensors write to the parts.
         """
-        self._assert_trained(ranks, "drawn anew")
+        there = ranks.run(train_unusually_in_plain_pytorch, "drawn anew")[0] if self.device == "cuda" else None
+        self._assert_trained(ranks, "drawn anew", there)
 
     @promise(after=("averages_gradients", "layers_after_setup_train_or_are_refused"), every_size=False)
     def test_exchanged_parameters_count(self, ranks: Ranks) -> None:
@@ -113,14 +116,15 @@ class CustomSteps(Suite):
         """
         self._assert_trained(ranks, what)
 
-    def _assert_trained(self, ranks: Ranks, what: str) -> None:
+    def _assert_trained(self, ranks: Ranks, what: str, truth: Weights | None = None) -> None:
+        truth = truth or _unusually_in_plain_pytorch(what)
         answers = ranks.run(train_unusually, what)
         if all(isinstance(answer, str) for answer in answers):
             return
         assert not any(isinstance(answer, str) for answer in answers), f"only some ranks refused: {answers}"
         for answer in answers:
             assert not isinstance(answer, str)
-            oracle.assert_same_weights(answer, _unusually_in_plain_pytorch(what), _BOUND)
+            oracle.assert_same_weights(answer, truth, _BOUND)
 
 
 class _Model(nn.Module):
@@ -152,9 +156,11 @@ class _Model(nn.Module):
 class _Loop:
     """What a loop needs of a strategy, or of plain PyTorch."""
 
-    def __init__(self, own: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, own: Any, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str = "cpu"
+    ) -> None:
         self.own, self.model, self.optimizer = own, model, optimizer
-        self.free = nn.Parameter(torch.ones(6))
+        self.free = nn.Parameter(torch.ones(6, device=device))
 
     def call(self, inputs: torch.Tensor) -> torch.Tensor:
         """Call the module."""
@@ -197,16 +203,24 @@ def _descending(module: nn.Module) -> torch.optim.Optimizer:
 
 
 @functools.cache
-def _unusually_in_plain_pytorch(what: str) -> Weights:
+def _unusually_in_plain_pytorch(what: str, device: torch.device | str = "cpu") -> Weights:
     torch.manual_seed(0)
-    model = _Model(what)
-    loop = _Loop(model, model, _descending(model))
+    model = _Model(what).to(device)
+    loop = _Loop(model, model, _descending(model), device)
     for number, batch in enumerate(models.batches("plain", _STEPS, BATCH)):
         loop.prepare(what, number)
-        loop.loss(what, *batch).backward()
+        loop.loss(what, *(tensor.to(device) for tensor in batch)).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-    return model.state_dict()
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
+def train_unusually_in_plain_pytorch(subject: Subject, what: str) -> Weights:
+    """Train so in plain PyTorch, where the strategy has its parameters."""
+    with subject.strategy() as strategy:
+        model, _ = set_up(strategy, functools.partial(_Model, what), _descending)
+        device = next(strategy.unwrap(model).parameters()).device
+    return _unusually_in_plain_pytorch(what, device)
 
 
 def train_unusually(subject: Subject, what: str) -> Weights | str:
@@ -214,8 +228,7 @@ def train_unusually(subject: Subject, what: str) -> Weights | str:
     with subject.strategy() as strategy:
         try:
             model, optimizer = set_up(strategy, functools.partial(_Model, what), _descending)
-            loop = _Loop(strategy.unwrap(model), model, optimizer)
-            loop.free = nn.Parameter(strategy.batch_to_device(loop.free.detach()))
+            loop = _Loop(strategy.unwrap(model), model, optimizer, device_of(strategy))
             for number, batch in enumerate(models.batches("plain", _STEPS, BATCH)):
                 loop.prepare(what, number)
                 loss = loop.loss(what, *models.share_of(strategy, batch))

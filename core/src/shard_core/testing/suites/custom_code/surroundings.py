@@ -12,7 +12,7 @@ from shard_core.errors import ShardError
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
-from shard_core.testing.suites.training.runs import BATCH, Run, assert_like, train_on
+from shard_core.testing.suites.training.runs import BATCH, Run, assert_like, device_of, train_on
 from shard_core.testing.training import set_up
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ class _Extensible(nn.Module):
         loss: torch.Tensor = self.inner(inputs, targets)
         return loss
 
-    def extend(self) -> list[nn.Parameter]:
-        """Add an adapter and return its parameters."""
+    def extend(self, device: torch.device | str = "cpu") -> list[nn.Parameter]:
+        """Add an adapter where forwards compute, and return its parameters."""
         adapter = nn.Linear(6, 6)
         nn.init.constant_(adapter.weight, 0.1)
         nn.init.zeros_(adapter.bias)
-        self.adapters.append(adapter.to(next(self.parameters()).device))
+        self.adapters.append(adapter.to(device))
         return list(adapter.parameters())
 
 
@@ -132,7 +132,7 @@ def train_with_adapter(subject: Subject) -> Run | str:
         model, optimizer = set_up(strategy, _Extensible, _sgd)
         try:
             own: Any = strategy.unwrap(model)
-            optimizer.add_param_group({"params": own.extend()})
+            optimizer.add_param_group({"params": own.extend(device_of(strategy))})
             return train_on(strategy, model, optimizer, models.batches("plain", _STEPS, BATCH))
         except ShardError as refusal:
             return str(refusal)

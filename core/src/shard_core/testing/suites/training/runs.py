@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from shard_core.testing import models, oracle
@@ -13,7 +14,6 @@ from shard_core.testing.training import set_up, whole_weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import nn
 
     from shard_core.strategy import Strategy
@@ -106,6 +106,7 @@ def plainly(
     model: str | Callable[[], nn.Module],
     optimizer: str | Callable[[nn.Module], torch.optim.Optimizer],
     steps: int,
+    device: torch.device | str = "cpu",
 ) -> oracle.Trajectory:
     """Train in plain PyTorch on whole batches, as ``train`` does on shares.
 
@@ -113,15 +114,24 @@ def plainly(
         model: As for ``train``.
         optimizer: As for ``train``.
         steps: As for ``train``.
+        device: Where to train the model, which is built on the CPU.
 
     Returns:
-        The truth.
+        The truth, its weights on the CPU.
     """
-    return oracle.train(
-        lambda: models.make(model) if isinstance(model, str) else model(),
+    whole = models.batches(model if isinstance(model, str) else "plain", steps, BATCH)
+    run = oracle.train(
+        lambda: (models.make(model) if isinstance(model, str) else model()).to(device),
         lambda module: models.make_optimizer(optimizer, module) if isinstance(optimizer, str) else optimizer(module),
-        models.batches(model if isinstance(model, str) else "plain", steps, BATCH),
+        [tuple(tensor.to(device) for tensor in batch) for batch in whole],
     )
+    return dataclasses.replace(run, weights={name: tensor.cpu() for name, tensor in run.weights.items()})
+
+
+def device_of(strategy: Strategy) -> torch.device:
+    """Return where a strategy that is started has batches, and computes."""
+    moved: torch.Tensor = strategy.batch_to_device(torch.zeros(()))
+    return moved.device
 
 
 def assert_like(runs: Sequence[Run], truth: oracle.Trajectory) -> None:
