@@ -124,3 +124,9 @@ def test_ranks_with_other_generators_take_what_rank_0_draws(worlds: Any) -> None
     draw_attention(attention)
     for weights in worlds(2).run(apart):
         oracle.assert_same_weights(weights, dict(attention.named_parameters()), 0.0)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "offloaded", "stage 1", "stage 3"])
+def test_one_rank_draws_whole_tensors_too(worlds: Any, layout: str) -> None:
+    (alone,), (first, _) = (worlds(size).run(train, layout, timeout=120.0) for size in (1, 2))
+    oracle.assert_same_weights(alone, first, 1e-5)

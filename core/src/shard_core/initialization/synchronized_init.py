@@ -33,7 +33,7 @@ class SynchronizedInit:
     0's: were each to keep its own, copies would drift apart, and shards might repeat one another.
 
     Args:
-        module: One that was set up on several ranks; what one rank draws, every rank has to draw.
+        module: One that was set up; what one rank draws, every rank has to draw.
         spread: Parameters with elements of which engines may leave nothing in the module.
     """
 
@@ -43,6 +43,16 @@ class SynchronizedInit:
         self.meshes = {each.device_mesh for each in self.parameters if isinstance(each, DTensor)}
         _drawn.add(self)
         _replace()
+
+    @staticmethod
+    def is_needed(module: nn.Module, ranks: int) -> bool:
+        """Return whether ranks could draw apart, or shards be drawn otherwise than whole tensors, as by one rank, too.
+
+        Args:
+            module: One that was set up.
+            ranks: On how many.
+        """
+        return ranks > 1 or any(isinstance(each, DTensor) for each in module.parameters())
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is one of the parameters, its data or a slice of it."""

@@ -263,7 +263,7 @@ class StrategySetup(StrategyLifecycle):
         for optimizer, accumulation in known.optimizers.items():
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
         parts = self.engine_flat_parts(module) or {}
-        if self.world_size > 1 and self.root_device.type in ("cpu", "cuda"):
+        if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size):
             known.hooks.append(
                 SynchronizedInit(module, spread={each for each, part in parts.items() if 0 not in part.shape})
             )
