@@ -64,6 +64,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shard_deepspeed.own_device import accelerator
+
 
 def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed for one kind of device, without a word.
@@ -96,51 +98,6 @@ def no_compiler(deepspeed: Any) -> Iterator[None]:
         del names["__compatible_ops__"]
         if known is not None:
             names["__compatible_ops__"] = known
-
-
-def accelerator() -> Any:
-    """Return what DeepSpeed, once imported, reaches devices through."""
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()
-
-
-@contextlib.contextmanager
-def own_device(device: torch.device) -> Iterator[None]:
-    """Show DeepSpeed this process's device alone: it takes LOCAL_RANK for its number, at setup and in forwards.
-
-    Args:
-        device: This rank's.
-    """
-    from deepspeed.accelerator import set_accelerator
-
-    if device == torch.device(device.type):  # it has no number
-        yield
-        return
-    before = accelerator()
-    set_accelerator(_of_one_device(before, device.index))
-    try:
-        yield
-    finally:
-        set_accelerator(before)
-
-
-def _of_one_device(accelerator: Any, index: int) -> Any:
-    kind: Any = getattr(accelerator, "of_many", type(accelerator))
-
-    class OfOneDevice(kind):  # type: ignore[misc]  # which class it is depends on the machine
-        """Reaches one device, whatever number it is asked for."""
-
-        of_many = kind
-
-        def device_name(self, device_index: Any = None) -> Any:
-            return super().device_name(None if device_index is None else index)
-
-        def set_device(self, device_index: Any) -> Any:
-            del device_index
-            return super().set_device(index)
-
-    return OfOneDevice()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
 from shard_deepspeed.engine_config import check_honoured, engine_config
+from shard_deepspeed.own_device import accelerator, own_device
 from shard_deepspeed.plugin import DEEPSPEED
 from shard_deepspeed.tuning import worth_trying
 from shard_deepspeed.zero import ZeroModule, fill_frozen, is_trained
@@ -85,14 +86,14 @@ class DeepSpeedStrategy(Strategy):
 
     def _initialize(self, module: torch.nn.Module, trained: list[torch.nn.Parameter]) -> Any:
         deepspeed = _versions.import_deepspeed(self.root_device.type)
-        found = _versions.accelerator().device_name()
+        found = accelerator().device_name()
         if found != self.root_device.type:
             raise SetupError(
                 f"DeepSpeed runs on one kind of device per process, here {found!r}, and this rank's is "
                 f"{self.root_device.type!r}; start another process for it, or set DS_ACCELERATOR."
             )
         _versions.forget_dead_groups()
-        self._environment.enter_context(_versions.own_device(self.root_device))
+        self._environment.enter_context(own_device(self.root_device))
         # DeepSpeed wants an optimizer to shard for; the user's come later, one or several, and take the steps.
         stand_in = torch.optim.SGD(trained, lr=0.0)
         if self.config.zero_stage:
