@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         parameters_of,
         tensors_of,
     )
-    from shard_core.testing.programs.observation import fails, print_shown, state
+    from shard_core.testing.programs.observation import fails, interrupted, print_shown, state
     from shard_core.testing.programs.program import Program
     from shard_core.testing.programs.script import script_of
     from shard_core.testing.programs.shrinking import shrink
@@ -33,6 +33,7 @@ __all__ = [
     "evaluate",
     "fails",
     "fed_back",
+    "interrupted",
     "judge",
     "loss_of",
     "parameters_of",
@@ -46,7 +47,7 @@ __all__ = [
 _HOMES = {
     "grammar": ("draw",),
     "judgement": ("Judgement", "judge"),
-    "observation": ("fails", "print_shown", "state"),
+    "observation": ("fails", "interrupted", "print_shown", "state"),
     "model": ("Model", "batch", "contrast_of", "evaluate", "fed_back", "loss_of", "parameters_of", "tensors_of"),
     "program": ("Program",),
     "script": ("script_of",),

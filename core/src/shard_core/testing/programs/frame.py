@@ -141,7 +141,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     for _ in range(1 + several):
         weights = [_RARE.get(part, 1.0) for part in known]
         parts = tuple(dict.fromkeys(chance.choices(known, weights, k=chance.randint(2, 5))))
-        models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict"])))
+        models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict", "object"])))
     two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
     # Torch's Adafactor divides by the number of elements.
     divides = not _has_part(models, "empty") and Capability.ANY_OPTIMIZER in card.capabilities

@@ -26,6 +26,8 @@ _NEEDS = {
     ops.ClipValue: Capability.CLIP_VALUE,
 }
 """What a strategy may lack; that it refuses then is a promise of its own."""
+_MEANS = ("contrastive", "penalty", "by hand")
+"""Backwards of losses that are means over rows."""
 
 
 def legal(program: Program) -> bool:
@@ -135,13 +137,12 @@ def _norms(card: StrategyInfo) -> list[float]:
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
     kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient", "eval"]
     kinds += ["frozen"] * (chance.random() < 0.2) + ["penalty"] * (chance.random() < 0.2)
+    kinds += ["by hand"] * (chance.random() < 0.05)
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
     kinds += ["contrastive"] * (Capability.SYNC_GRADS in card.capabilities)
     kinds += ["through"] * 2 * (len(program.models) == 2)
     how = chance.choice(kinds)
-    denominator = (
-        chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities and how not in ("contrastive", "penalty")
-    )
+    denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities and how not in _MEANS
     rows = [chance.randint(2, 4)] * program.world_size
     if denominator and chance.random() < 0.6:
         least = 2 if any("batch_norm" in model.parts for model in program.models) else 0

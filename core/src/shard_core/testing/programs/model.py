@@ -11,14 +11,23 @@ import torch
 from torch import nn
 
 from shard_core.errors import nearest
-from shard_core.testing.programs.parts import LENGTH, PARTS, PLAN, VOCABULARY, WIDTH, Extra
+from shard_core.testing.programs.parts import LENGTH, PARTS, PLAN, VOCABULARY, WIDTH, Extra, Framed
 
 if TYPE_CHECKING:
     from shard_core.strategy import Strategy
 
 _OUTPUTS = 3
 
-Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | dict[str, torch.Tensor]
+
+class Outcome:
+    """What a model returns as an object: a prediction, and an object with more."""
+
+    def __init__(self, prediction: torch.Tensor, auxiliary: torch.Tensor) -> None:
+        self.prediction = prediction
+        self.more = types.SimpleNamespace(rows=len(prediction), auxiliary=auxiliary)
+
+
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | dict[str, torch.Tensor] | Outcome
 
 
 class Batch(NamedTuple):
@@ -64,7 +73,7 @@ class Model(nn.Module):
 
     Args:
         parts: Names from ``PARTS``, each at most once.
-        output: What forward returns: ``"tensor"``, ``"tuple"`` or ``"dict"``.
+        output: What forward returns: ``"tensor"``, ``"tuple"``, ``"dict"``, or an ``"object"`` of a class of its own.
     """
 
     def __init__(self, *parts: str, output: str = "tensor") -> None:
@@ -74,6 +83,9 @@ class Model(nn.Module):
             raise KeyError(f"no part {unknown!r}{nearest(unknown, PARTS)}; there are: {', '.join(PARTS)}")
         self.output = output
         self.parts = nn.ModuleDict({name: PARTS[name]() for name in parts})
+        for part in self.parts.values():
+            if isinstance(part, Framed):
+                part.frame(self)
         self.head = nn.Linear(WIDTH, _OUTPUTS)
         plan = {f"parts.{name}": style for name, style in PLAN.items() if name.partition(".")[0] in parts}
         self.config = types.SimpleNamespace(base_model_tp_plan={**plan, "head": "rowwise_split_input"})
@@ -88,6 +100,8 @@ class Model(nn.Module):
         auxiliary = hidden.square().mean((1, 2))
         if self.output == "tuple":
             return prediction, auxiliary
+        if self.output == "object":
+            return Outcome(prediction, auxiliary)
         return {"prediction": prediction, "auxiliary": auxiliary} if self.output == "dict" else prediction
 
     def save_pretrained(self, folder: str) -> None:
@@ -104,6 +118,8 @@ def tensors_of(output: Output) -> list[torch.Tensor]:
     """List the tensors of a model's output, the prediction first."""
     if isinstance(output, torch.Tensor):
         return [output]
+    if isinstance(output, Outcome):
+        return [output.prediction, output.more.auxiliary]
     return list(output.values()) if isinstance(output, Mapping) else list(output)
 
 

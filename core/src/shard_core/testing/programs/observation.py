@@ -98,6 +98,27 @@ def print_shown(number: int, **values: Any) -> None:
         print(number, *(f"{name}={_flat(value)}" for name, value in _copied(values).items()))
 
 
+class _Interruption(Exception):
+    """Ends a backward, as a lack of memory does."""
+
+
+def interrupted(called: Callable[[], object], output: torch.Tensor) -> None:
+    """Call a backward that an exception ends where it comes to a tensor, and go on.
+
+    Args:
+        called: What all ranks call, unless nothing computes gradients of the tensor.
+        output: The tensor.
+    """
+
+    def interrupt(gradient: torch.Tensor) -> None:
+        raise _Interruption(f"at a gradient of shape {tuple(gradient.shape)}")
+
+    if output.requires_grad:
+        output.register_hook(interrupt)
+        with contextlib.suppress(_Interruption):
+            called()
+
+
 def fails(called: Callable[[], object]) -> bool:
     """Call what is to be refused.
 

@@ -19,7 +19,8 @@ class Backward:
             gradient; ``"method"``: through an entry method; ``"contrastive"``: each row's output is told from those of
             all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named;
             ``"frozen"``: the layer on top is frozen before the backward, and trained again after it; ``"eval"``: of a
-            module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients.
+            module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients;
+            ``"by hand"``: by ``loss.backward()``, which a strategy may refuse.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is.
@@ -36,7 +37,11 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A forward without a backward: ``train``, ``eval``, ``no_grad``, ``inference``, ``unwrap`` or entry ``method``."""
+    """A forward without a backward: ``train``, ``eval``, ``no_grad``, ``inference``, ``unwrap`` or entry ``method``.
+
+    ``interrupted`` has a backward, which an exception ends at the output: all gradients are thrown away, as the
+    contract has it.
+    """
 
     module: int = 0
     key: int
@@ -264,7 +269,8 @@ class Fail:
     """Fail to save, where a file is in the way, or to load a value that the last checkpoint lacks.
 
     Attributes:
-        how: ``"save"``, ``"background"`` for a save that others go on beside, or ``"load"``.
+        how: ``"save"``; ``"background"``: a save that others go on beside; ``"unwaited"``: the save after one in the
+            background that nobody waits for; ``"load"``.
     """
 
     how: str = "save"
@@ -349,13 +355,13 @@ KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Operation.__args_
 WAYS: dict[type[Any], tuple[str, ...]] = {
     Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
-        "eval", "penalty",
+        "eval", "penalty", "by hand",
     ),
-    Forward: ("train", "eval", "no_grad", "inference", "unwrap", "method"),
+    Forward: ("train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted"),
     EditGradients: ("multiplied", "infinite"),
     EditWeights: ("in place", "data"),
     Load: ("path", "latest", "modules"),
-    Fail: ("save", "background", "load"),
+    Fail: ("save", "background", "unwaited", "load"),
     Reduce: ("mean", "sum", "max", "gather", "dict"),
 }  # fmt: skip
 """What ``how`` may be, where an operation has it."""

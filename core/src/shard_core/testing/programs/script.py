@@ -28,7 +28,7 @@ _HEAD = '''\
 {more}
 from shard_core import {imports}
 from shard_core.testing.programs import Model, batch, contrast_of, evaluate, fails, fed_back, loss_of
-from shard_core.testing.programs import parameters_of, print_shown, state, tensors_of
+from shard_core.testing.programs import interrupted, parameters_of, print_shown, state, tensors_of
 
 
 '''

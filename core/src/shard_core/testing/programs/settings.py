@@ -30,6 +30,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "auto_wrap_policy": (
         "{torch.nn.Linear}",
         "lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, torch.nn.Linear)",
+        "torch.distributed.fsdp.wrap.CustomPolicy(lambda module: isinstance(module, torch.nn.Linear))",
     ),
     "ignored_modules": ("['head']", "[torch.nn.Linear]"),
     "ignored_states": ("['head.bias']",),
@@ -122,6 +123,7 @@ LEFT_OUT = (
     "parameters assigned other data where DeepSpeed's stage 3 has them away, which nothing can see: its page says so",
     "LBFGS, which evaluates its closure as often as the loss of one rank says; SparseAdam, which steps sparse "
     "gradients alone; Rprop, which steps by the sign of a gradient, be it rounding",
+    "``loss.backward()`` under torch's gradient scaler, which has to multiply the loss",
     "gradient penalties in 16 bits, of compiled models, and of attention: torch's kernel for the CPU has no second "
     "derivative",
     "a part that writes to its weight in forward, where two forwards come before a backward, which autograd refuses, "

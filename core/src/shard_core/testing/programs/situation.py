@@ -138,6 +138,8 @@ class Situation:
             case ops.Backward(how="penalty"):
                 once = not set(SLOPE_ONCE).isdisjoint(self._program.models[number].parts)
                 known = not (once or self._program.compiled) and self._program.precision in EXACT
+            case ops.Backward(how="by hand"):
+                known = not self._scaled
             case ops.Backward(how="two_forwards" | "crossed" | "contrastive"):
                 known = "clamped" not in self._program.models[number].parts
             case ops.Initialize():
@@ -171,7 +173,7 @@ class Situation:
         else:
             stepped = {spec.module for spec in self._program.optimizers}
             lacks = any(self._lacks_of(each) or each not in stepped for each in reached)
-            possible = operation.how not in ("gradient", "contrastive", "penalty") and not lacks
+            possible = operation.how not in ("gradient", "contrastive", "penalty", "by hand") and not lacks
         return possible and all(self._modules[each].denominator in (None, operation.denominator) for each in reached)
 
     def _is_alone(self, number: int) -> bool:
@@ -197,14 +199,15 @@ class Situation:
         number = self._module_of(operation)
         module = self._modules[number]
         self._files.follow(operation, number, self._added)
+        if isinstance(operation, ops.Switch):
+            self.strategy, self.world_size = operation.strategy, operation.world_size or self.world_size
         match operation:
             case ops.Backward(denominator=denominator, deferred=deferred):
                 for each in _reached(operation):
                     self._modules[each].denominator, self._modules[each].deferred = denominator, deferred
-            case ops.ClipNorm() | ops.ClipValue():
-                module.clipped = True
-            case ops.EditGradients(how="infinite"):
-                module.infinite = True
+            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite"):
+                module.clipped = module.clipped or not isinstance(operation, ops.EditGradients)
+                module.infinite = module.infinite or isinstance(operation, ops.EditGradients)
             case ops.Step() | ops.Closure():
                 module.stale = True
                 if self._is_alone(number):
@@ -218,10 +221,8 @@ class Situation:
             case ops.AddGroup(optimizer=which):
                 self._added |= {which}
                 module.stale = True
-            case ops.Switch(strategy=strategy, world_size=size):
-                self.strategy = strategy
+            case ops.Switch() | ops.Forward(how="interrupted"):
                 self._modules = [_Module() for _ in self._modules]
-                self.world_size = size or self.world_size
             case _:
                 pass
 

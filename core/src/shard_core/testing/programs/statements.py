@@ -233,6 +233,10 @@ def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
         return ["saving.wait()", f"failed = fails(lambda: strategy.load_checkpoint({path}, {lacking}))"], shown
     path = f"f'{{folder}}/taken-{number}'"
     made = f"open({path}, 'w').close()"
+    if operation.how == "unwaited":
+        begun = f"lambda: strategy.save_checkpoint({path}, {states}, blocking=False)"
+        after = f"lambda: strategy.save_checkpoint(f'{{folder}}/after-{number}', {states})"
+        return [made, f"failed = fails({begun}) or fails({after})"], shown
     more = ", blocking=False).wait()" if operation.how == "background" else ")"
     return [made, f"failed = fails(lambda: strategy.save_checkpoint({path}, {states}{more})"], shown
 
@@ -273,16 +277,16 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     lines = [f"given = {_batch(program, operation.key, operation.rows)}"]
     loss = f"loss = loss_of({name}(given{extra}), given{reduction})"
     other, second = f"other = {_batch(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"
-    shown = ["loss=loss"]
+    backward, shown = f"strategy.backward(loss, {name}{counted})", ["loss=loss"]
     match operation.how:
-        case "plain":
-            lines += [loss, f"strategy.backward(loss, {name}{counted})"]
+        case "plain" | "by hand":
+            lines += [loss, "loss.backward()" if operation.how == "by hand" else backward]
         case "retain_graph":
             lines += [loss, f"strategy.backward(loss, {name}{counted}, retain_graph=True)"]
             lines += [f"strategy.backward(0.5 * loss, {name}{counted})"]
         case "two_forwards":
             lines += [other, f"{loss} + loss_of({second}, other{reduction})"]
-            lines += [f"strategy.backward(loss, {name}{counted})"]
+            lines += [backward]
         case "crossed":
             lines += [loss, other, f"later = loss_of({second}, other{reduction})"]
             lines += [f"strategy.backward({each}, {name}{counted})" for each in ("later", "loss")]
@@ -300,9 +304,9 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
             ]
         case "frozen":
             top = f"strategy.unwrap({name}).head.requires_grad_"
-            lines += [loss, f"{top}(False)", f"strategy.backward(loss, {name}{counted})", f"{top}(True)"]
+            lines += [loss, f"{top}(False)", backward, f"{top}(True)"]
         case "eval":
-            lines += [f"{name}.eval()", loss, f"strategy.backward(loss, {name}{counted})", f"{name}.train()"]
+            lines += [f"{name}.eval()", loss, backward, f"{name}.train()"]
         case "penalty":
             lines += [
                 "given.inputs.requires_grad_()",
@@ -316,13 +320,13 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
             first, second = MODULES
             lines += [
                 f"loss = loss_of({second}(fed_back(given, {first}(given))), given{reduction})",
-                f"strategy.backward(loss, {name}{counted})",
+                backward,
             ]
         case "method":
             score = f"strategy.unwrap({name}).score(given{extra})"
             lines += [
                 f"loss = {score}.{'sum' if operation.denominator else 'mean'}()",
-                f"strategy.backward(loss, {name}{counted})",
+                backward,
             ]
     if operation.deferred:
         lines = [f"with strategy.no_backward_sync({name}):", *(f"    {line}" for line in lines)]
@@ -339,6 +343,8 @@ def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
     lines = [f"with {context}:", f"    {line}"] if context else [line]
     if operation.how in ("eval", "inference"):
         lines = [f"{name}.eval()", *lines, f"{name}.train()"]
+    if operation.how == "interrupted":
+        lines += [f"interrupted(lambda: strategy.backward(output.sum(), {name}), output)"]
     return lines, ["output=output.detach()"]
 
 

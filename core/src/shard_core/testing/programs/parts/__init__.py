@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shard_core.testing.programs.parts.hooks import HOOKS
+from shard_core.testing.programs.parts.hooks import HOOKS, Framed
 from shard_core.testing.programs.parts.layers import LAYERS, Extra
 from shard_core.testing.programs.parts.parameters import PARAMETERS
 from shard_core.testing.programs.parts.part import LENGTH, VOCABULARY, WIDTH, Linear
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["LENGTH", "PARTS", "PLAN", "SKIPPING", "SLOPE_ONCE", "VOCABULARY", "WIDTH", "Extra"]
+__all__ = ["LENGTH", "PARTS", "PLAN", "SKIPPING", "SLOPE_ONCE", "VOCABULARY", "WIDTH", "Extra", "Framed"]
 
 #: How ranks that share layers split them, in the styles of Hugging Face's plans; the other parts stay whole.
 PLAN = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -49,8 +50,34 @@ def _halved(gradient: torch.Tensor) -> torch.Tensor:
     return 0.5 * gradient
 
 
+class Framed(Linear):
+    """A layer that comes with hooks before and after the forward of the model around it."""
+
+    def frame(self, model: nn.Module) -> None:
+        """Register the hooks."""
+        model.register_forward_pre_hook(_halved_inputs)
+        model.register_forward_hook(_bent_outputs)
+
+
+def _halved_inputs(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG001 - torch's
+    batch, *more = given
+    return (batch._replace(inputs=0.5 * batch.inputs), *more)
+
+
+def _bent_outputs(module: nn.Module, given: object, output: Any) -> Any:  # noqa: ARG001
+    if isinstance(output, Mapping):
+        return {name: torch.tanh(each) for name, each in output.items()}
+    if isinstance(output, tuple):
+        return tuple(torch.tanh(each) for each in output)
+    if isinstance(output, torch.Tensor):
+        return torch.tanh(output)
+    output.prediction = torch.tanh(output.prediction)
+    return output
+
+
 HOOKS: dict[str, Callable[[], nn.Module]] = {
     "hooked": _Hooked,
     "hooked_parameter": _HookedParameter,
+    "framed": Framed,
 }
 """Parts with hooks, by name."""

@@ -42,6 +42,8 @@ class Oracle(PlainRun):
                 shown = self._each(lambda rank: self._backward(operation, rank))
             case ops.Forward():
                 shown = self._each(lambda rank: self._forward(operation, rank))
+                for number in range(len(self.models)) if operation.how == "interrupted" else ():
+                    self._on_all(ops.ZeroGrad(of_module=True, which=number))
             case ops.Evaluate():
                 shown = self._each(lambda rank: self._evaluate(operation, rank), together=_interleaved)
             case ops.ShowAverage():
