@@ -166,8 +166,8 @@ class EntryMethods:
             unit = self._unit_of[part]
             if part is not self._module and part not in unit:  # else its own hooks do
                 self._writes.end(unit[0], part)
-            self.second_derivatives.watch(output)
             hidden = inside_objects(output)
+            self.second_derivatives.watch([hidden, output])
             if hidden:
                 self._pass_on(unit[0], hidden)
             self._announce_backward([*hidden, *tree_leaves(output)])
