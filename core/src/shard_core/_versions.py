@@ -1,62 +1,56 @@
 """Private names that this distribution leans on, with the versions they were checked on and when they can go.
 
-All of torch's are there, and the same, in torch 2.9.0.
+All of torch's were checked on torch 2.9.0 and 2.13.0.
 
-``FakeTensorMode`` and what belongs to it: tensors that have a shape, a dtype and a CPU device but no values. Checked on
-torch 2.13.0. They can go when torch documents fake tensors; the ``meta`` device is no substitute, since libraries skip
-their initialisation on it.
+``FakeTensorMode`` and what belongs to it: tensors that have a shape, a dtype and a CPU device but no values. They can
+go when torch documents fake tensors; the ``meta`` device is no substitute, on which libraries initialise nothing.
 
 ``FakeTensorMode.fake_tensor_converter.meta_converter.tensor_memo``: holds weak references to fake tensors, and because
-of them ``Module.to`` refuses to convert a module. Checked on torch 2.13.0. It can go when ``Module.to`` converts them.
+of them ``Module.to`` refuses to convert a module. It can go when ``Module.to`` converts them.
 
 ``torch.nn.init._no_grad_trunc_normal_``: what every truncated normal of torch ends in; it draws until no value lies
-outside, so it looks at values. Checked on torch 2.13.0. It can go when ``trunc_normal_`` looks at no values, or
-offers itself to ``__torch_function__`` as ``normal_`` does.
+outside, so it looks at values. It can go when ``trunc_normal_`` looks at no values, or offers itself to
+``__torch_function__`` as ``normal_`` does.
 
-``torch.load`` itself: under a ``FakeTensorMode`` it gives tensors that nothing fills. Checked on torch 2.13.0. It can
-go when torch loads values there, or offers ``load`` to ``__torch_function__``.
+``torch.load`` itself: under a ``FakeTensorMode`` it gives tensors that nothing fills. It can go when torch loads values
+there, or offers ``load`` to ``__torch_function__``.
 
 ``torch.nn.Module._forward_pre_hooks`` and ``_forward_hooks``: which hooks of a module are ``fully_shard``'s, which know
-when all layers of a unit have run. Checked on torch 2.13.0. They can go when a unit may be told so.
+when all layers of a unit have run. They can go when a unit may be told so.
 
-``torch.Generator._cdata``: which generator a Python object stands for; one generator can have several. Checked on
-torch 2.13.0. It can go when generators compare equal.
+``torch.Generator._cdata``: which generator a Python object stands for; one generator can have several. It can go when
+generators compare equal.
 
-``OpOverload._schema``: which arguments an operator takes and writes to. Checked on torch 2.13.0. It can go when
-operators say so in public.
-
-``torch._ops.OpOverload`` and ``HigherOrderOperator``: what an operation is. Checked on torch 2.13.0. They can go when
-torch names the classes in public.
+``torch._ops.OpOverload``, its ``_schema``, and ``HigherOrderOperator``: what an operation is, and which arguments it
+takes and writes to. They can go when torch says so in public.
 
 ``torch.distributed.distributed_c10d._get_default_store``: the store of a process group that somebody else made, over
-which ranks can name the absent. Checked on torch 2.13.0. It can go when a process group shows its store; a store of
-our own would need another open port, and would die with rank 0 while others still read from it.
+which ranks can name the absent. It can go when a process group shows its store; a store of our own would need another
+open port, and would die with rank 0 while others still read from it.
 
 ``Module._compiled_call_impl``, ``_orig_mod`` and ``_torchdynamo_orig_callable``: what ``Module.compile()``,
-``torch.compile(module)`` and ``torch.compile(module.forward)`` leave on a module. Checked on torch 2.13.0. They can go
-when torch shows what is compiled; importing its compiler only to ask takes seconds.
+``torch.compile(module)`` and ``torch.compile(module.forward)`` leave on a module. They can go when torch shows what is
+compiled; importing its compiler only to ask takes seconds.
 
-``Tensor._version``: how often a tensor was changed in place. Checked on torch 2.13.0. It can go when torch shows it in
-public.
+``Tensor._version``: how often a tensor was changed in place. It can go when torch shows it in public.
 
 ``Tensor._backward_hooks`` and ``_post_accumulate_grad_hooks``: what users have registered on a tensor, which goes with
-it when a module gets others, or is called with the gradients of others. Checked on torch 2.9.0 and 2.13.0. They can go
-when torch lists hooks in public.
+it when a module gets others, or is called with the gradients of others. They can go when torch lists hooks in public.
 
 ``METADATA_CLASSES`` and what stands beside it: the classes that the ``.metadata`` of ``torch.distributed.checkpoint``
-consist of, two of them private. They are never imported; a pickle that names others is refused. Checked on torch
-2.13.0. They can go when torch writes its metadata as data.
+consist of, two of them private. They are never imported; a pickle that names others is refused. They can go when torch
+writes its metadata as data.
 
 ``TorchDispatchMode``: a context that sees every operation, by which memory on the CPU is measured, and strangers'
-optimizers are kept from collectives and from endless work while they are tried out. Checked on torch 2.13.0. It can go
-when torch documents it; ``TorchFunctionMode`` sees no collectives.
+optimizers are kept from collectives and from endless work while they are tried out. It can go when torch documents it;
+``TorchFunctionMode`` sees no collectives.
 
 ``IterableDataset._distributed`` of Hugging Face's ``datasets``: over how many ranks ``split_dataset_by_node`` has split
 a stream. Nothing is imported for it. Checked on datasets 5.2.0. It can go when a dataset shows it in public; without
 it, users pass ``shard_stream=False``.
 
 ``CustomPolicy._run_policy``: which modules a policy made of a function chooses; its neighbour ``ModuleWrapPolicy`` can
-be called. Checked on torch 2.9.0 and 2.13.0. It can go when ``CustomPolicy`` can be called too.
+be called. It can go when ``CustomPolicy`` can be called too.
 
 ``get_model_conversion_mapping`` of ``transformers.conversion_mapping``, and ``rename_source_key`` and
 ``dot_natural_key`` of ``transformers.core_model_loading``: how the files of a model become what its module holds; the
@@ -65,21 +59,21 @@ classes of what they return, ``WeightConverter`` and ``WeightRenaming``, and the
 converts a state dict in public without building the model whole.
 
 ``torch._C._current_graph_task_id``: whether autograd runs just now, since activation checkpointing calls modules again
-from there, and which of its backwards that is. Checked on torch 2.13.0. It can go when torch shows it in public.
+from there, and which of its backwards that is. It can go when torch shows it in public.
 
 ``FSDPModule._get_fsdp_state``, and of what it returns ``_fsdp_param_groups`` (``_fsdp_param_group`` in torch 2.9.0) and
 their ``fsdp_params`` with ``_unsharded_param`` and ``sharded_param``: the tensors that units compute with, at which
-graphs end, and what they stand for. Checked on torch 2.9.0 and 2.13.0. They can go when torch says which parameter such
-a tensor stands for. Beside them ``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients
-wait, to throw them away. They can go when torch does so in ``zero_grad``. ``is_unsharded``, to notice gradients that
-nothing will send, and ``reset_sharded_param``, by which a unit reads its shards anew.
+graphs end, and what they stand for. They can go when torch says which parameter such a tensor stands for. Beside them
+``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients wait, to throw them away. They
+can go when torch does so in ``zero_grad``. ``is_unsharded``, to notice gradients that nothing will send, and
+``reset_sharded_param``, by which a unit reads its shards anew. ``_root_post_backward_final_callback``, by which units
+begin anew after a backward that an exception has ended: it can go when all have ``reset_iter_state``, of torch 2.13.
 
-``torch.utils._pytree.tree_leaves``: what torch looks into for the tensors of an output. Checked on torch 2.9.0 and
-2.13.0. It can go when torch offers it in public.
+``torch.utils._pytree.tree_leaves``: what torch looks into for tensors of outputs. It can go when torch offers it.
 
 ``DTensor._local_tensor`` and ``_spec``: what a DTensor consists of, which torch leaves as it was when ``.data`` is
-assigned (pytorch/pytorch#157391), so that core gives ``DTensor`` a setter that does not. Checked on torch 2.9.0 and
-2.13.0. Both, and ``reset_sharded_param``, can go when torch's own setter reaches the shard and the units.
+assigned (pytorch/pytorch#157391), so that core gives ``DTensor`` a setter that does not. Both, and
+``reset_sharded_param``, can go when torch's own setter reaches the shard and the units.
 """
 
 from __future__ import annotations
@@ -115,6 +109,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "begin_anew",
     "custom_policy_targets",
     "default_store",
     "draws_random_numbers",
@@ -339,6 +334,14 @@ def drop_deferred_gradients(module: torch.nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
     for unsharded in unsharded_parameters(module):
         unsharded.grad = None
+
+
+def begin_anew(module: Any) -> None:
+    """Have a module's units begin anew after a backward that an exception has ended; no gradients may be left."""
+    if hasattr(module, "reset_iter_state"):  # public, from torch 2.13 on
+        module.reset_iter_state()
+    else:
+        module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def _unit_groups(module: torch.nn.Module) -> list[Any]:

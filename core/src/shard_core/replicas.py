@@ -49,6 +49,11 @@ class AveragedGradients:
         if self._parameters and not self.deferred:
             average_gradients(self._parameters)
 
+    def drop(self) -> None:
+        """Throw away all gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def _average(self, parameter: torch.Tensor) -> None:
         # Averaging what was averaged before changes nothing, so the sum over micro-batches comes out right.
         if not self.deferred and parameter.grad is not None:

@@ -120,6 +120,11 @@ class DDPModules:
                 replica.note_unsent()
             replica.waits = not replica.synced
 
+    def drop_unfinished(self) -> None:
+        """Throw away all gradients, and what a backward that an exception has ended was about to send."""
+        for replica in self._replicas.values():
+            replica.drop_unfinished()
+
     def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient is still deferred of what an optimizer steps.
 
@@ -278,6 +283,16 @@ class _Replica:
         if any(each.requires_grad or each.grad is not None for each in self._others):
             average_gradients(self._others)
         self._take_back_zeros()
+
+    def drop_unfinished(self) -> None:
+        """Throw away gradients, and have the wrapper wait for none of the backward at hand."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.reached.clear()
+        self._unsent.clear()
+        self._with_gradients, self._sent, self.waits = set(), True, False
+        if self.wrapper is not None:  # made anew, as where it was pickled, with a reducer that has not begun
+            self.wrapper.__setstate__(self.wrapper.__getstate__())
 
     def note_unsent(self) -> None:
         """Note what a backward has reached that the wrapper has not sent; every rank calls it."""

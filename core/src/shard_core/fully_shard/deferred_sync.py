@@ -207,6 +207,19 @@ class DeferredGradients:
                 "are thrown away: begin them anew, and change gradients after the last backward, which is outside."
             )
 
+    def drop_all(self, module: nn.Module) -> None:
+        """Throw away every gradient, those that wait and those that were sent.
+
+        Args:
+            module: The one whose parameters these are.
+        """
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._shown.clear()
+        self._hidden.clear()
+        for part in module.modules():
+            drop_deferred_gradients(part)
+
     def begin_backward(self) -> None:
         """Remove the zeros before a backward adds gradients."""
         self._hidden, self._shown = self._shown, {}

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shard_core._versions import freeze_unsharded, left_gradients
+from shard_core._versions import begin_anew, freeze_unsharded, left_gradients
 from shard_core.errors import SetupError
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
@@ -261,6 +261,16 @@ class FullySharder:
                 for sync in self._syncs.values():
                     sync.end_backward(named=False)
             raise
+
+    def drop_unfinished(self) -> None:
+        """Throw away all gradients, and what a backward that an exception has ended was about to send."""
+        for sharded, gradients in self._gradients.items():
+            gradients.drop_all(sharded)
+            begin_anew(sharded)
+            self._calls[sharded].second_derivatives.end(deferred=True)
+            self._replicas[sharded].drop()
+            if sharded in self._syncs:
+                self._syncs[sharded].forget()
 
     def _send_left(self) -> None:
         """Send gradients to which a loss came through the graph of others, past what units have returned."""

@@ -61,6 +61,10 @@ class DDPStrategy(TorchEngine, Strategy):
         """Run autograd, and average what the wrappers do not send."""
         self._ddp.backward(loss, module, **kwargs)
 
+    def engine_drop_unfinished(self) -> None:
+        """Have the wrappers begin anew."""
+        self._ddp.drop_unfinished()
+
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients add up locally."""
         return self._ddp.no_sync(module)

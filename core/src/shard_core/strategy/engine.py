@@ -238,6 +238,13 @@ class Engine(abc.ABC):
             kwargs: What the user passed through, for ``Tensor.backward``.
         """
 
+    def engine_drop_unfinished(self) -> None:  # noqa: B027 - for engines that keep gradients elsewhere than in .grad
+        """Throw away all gradients, and what a backward that an exception has ended was about to send.
+
+        Called where ``engine_backward`` has raised, so that the run can go on with a new step, as after a lack of
+        memory. Must not communicate; core sets ``.grad`` of all parameters to None.
+        """
+
     @abc.abstractmethod
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Return this rank's parts of the gradients an optimizer will step with, sharing their memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,6 +86,14 @@ class SetUpModule:
         """Forget what the module's gradients still needed: they begin anew."""
         for _, accumulation in self.accumulations():
             accumulation.reset()
+
+    def drop_gradients(self) -> None:
+        """Throw away the module's gradients, those that its optimizers hold elsewhere too."""
+        held = itertools.chain.from_iterable(parameters for parameters, _ in self.accumulations())
+        for parameter in itertools.chain(self.module.parameters(), held):
+            parameter.grad = None
+        self.note_zeroed()
+        self.last_inside = False
 
     def check_averaged(self) -> None:
         """Check that gradients have been averaged over ranks, alike whether the engine has deferred that or not.

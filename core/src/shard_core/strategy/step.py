@@ -81,6 +81,9 @@ class StrategyStep(StrategySetup):
         ``gradient`` that the next one has by it, as ``Tensor.backward`` does: that is a backward of
         ``(loss * gradient).sum()``.
 
+        Where an exception ends a backward, a lack of memory or one of a hook, all gradients are thrown away, of every
+        module and earlier call too: the run goes on, if it ended so on every rank, with a step that begins anew.
+
         Args:
             loss: A scalar; the mean over this rank's samples, or their sum with a denominator. Or any
                 tensor, with its ``gradient``.
@@ -121,6 +124,11 @@ class StrategyStep(StrategySetup):
         try:
             with _explained(loss):
                 self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
+        except BaseException:
+            self.engine_drop_unfinished()
+            for each in self._registry:
+                each.drop_gradients()
+            raise
         finally:
             self._in_backward = False
         for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):

@@ -44,6 +44,9 @@ when parameters without elements are gathered without others.
 ``clip_grad`` and, by their options' names, further attributes of the optimizers of stages 1 to 3: with what they act.
 The engine's public methods repeat the configuration. They can go when DeepSpeed exposes what its parts were made with.
 
+``ipg_buckets``, ``params_already_reduced`` and ``extra_large_param_to_reduce`` of the optimizers: what a backward that
+an exception has ended was about to send. They can go when DeepSpeed has a call that begins a step anew.
+
 ``Tensor._version``: how often a tensor was written to in place. It is torch's own name for it, and documented in its
 notes on autograd alone.
 
@@ -221,6 +224,15 @@ def take_averaged_gradients(zero: Any) -> list[tuple[torch.Tensor, torch.Tensor]
 def reduce_late(zero: Any, parameter: torch.Tensor) -> None:
     """Send along a gradient of earlier backwards that the running one did not add to, at stage 1."""
     zero.reduce_ready_partitions_and_remove_grads(parameter, 0)
+
+
+def forget_backward(zero: Any) -> None:
+    """Empty the buckets of a backward that an exception has ended, at stages 1 to 3."""
+    for bucket in zero.ipg_buckets.values():
+        getattr(bucket, "clear_params", bucket.clear)()  # at stage 3 the other frees buffers
+    if hasattr(zero, "extra_large_param_to_reduce"):  # stages 1 and 2
+        zero.params_already_reduced = [False] * len(zero.params_already_reduced)
+        zero.extra_large_param_to_reduce.clear()
 
 
 def publish_runs(zero: Any) -> None:

@@ -155,6 +155,11 @@ class DeepSpeedStrategy(Strategy):
         for zero in self._zero.values():
             zero.finish()
 
+    def engine_drop_unfinished(self) -> None:
+        """Throw away what parts have, and what DeepSpeed was about to send."""
+        for zero in self._zero.values():
+            zero.drop_gradients()
+
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
         """Explain autograd's errors about changed shapes of parameters that stage 3 gathers and releases."""

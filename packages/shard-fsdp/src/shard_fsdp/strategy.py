@@ -115,6 +115,10 @@ class FSDPStrategy(TorchEngine, Strategy):
         with self._sharding.backward(module):
             super().engine_backward(loss, module, **kwargs)
 
+    def engine_drop_unfinished(self) -> None:
+        """Have units begin anew."""
+        self._sharding.drop_unfinished()
+
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Return this rank's parts of ``.grad``; none may wait for a later micro-batch."""
         self._sharding.check_sent(optimizer)

@@ -134,6 +134,12 @@ class ZeroModule:
         """Prepare a backward."""
         self.follow_gradients()
         self._drop_discarded()
+        if any(each.left for each in self._trained.values()):
+            self.drop_gradients()
+            raise SetupError(
+                "loss.backward() has left gradients on their rank, which are thrown away; call strategy.backward(loss, "
+                "model) instead of loss.backward(), and begin the step anew."
+            )
         for each in self._trained.values():
             each.check_hooks()
             each.hide_deferred()
@@ -160,6 +166,12 @@ class ZeroModule:
                 "in optimizer.param_groups; all of these micro-batches are thrown away: begin them anew, and change "
                 "gradients after the last backward, which is outside."
             )
+
+    def drop_gradients(self) -> None:
+        """Throw away all gradients, and what DeepSpeed was about to send."""
+        for each in self._trained.values():
+            each.drop()
+        self._layout.forget()
 
     def graph_kept(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a backward that another one may follow through the same graph."""

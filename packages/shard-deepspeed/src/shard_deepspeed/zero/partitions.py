@@ -71,6 +71,10 @@ class Partitions(abc.ABC):
         if hasattr(self._zero, "backward_epilogue"):
             self._zero.backward_epilogue()
 
+    def forget(self) -> None:
+        """Forget what a backward that did not end was about to send."""
+        _versions.forget_backward(self._zero)
+
     @abc.abstractmethod
     def collect(self, averaged: Sequence[TrainedParameter]) -> None:
         """Add the gradients that were averaged to those of the parts."""
@@ -102,6 +106,9 @@ class Whole(Partitions):
                 parameter.requires_grad_(False)
         for parameter in without:
             parameter.grad = None
+
+    def forget(self) -> None:
+        """Do nothing: nothing is sent before a backward has ended."""
 
     def collect(self, averaged: Sequence[TrainedParameter]) -> None:
         """Keep gradients where they are."""

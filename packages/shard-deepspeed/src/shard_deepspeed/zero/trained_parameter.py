@@ -113,6 +113,11 @@ class TrainedParameter:
         return self._deferred is not None and self.waits
 
     @property
+    def left(self) -> bool:
+        """Whether a backward past the strategy has made a gradient, which DeepSpeed was about to send."""
+        return self.waits and self._deferred is None and self.part.values is not self.parameter
+
+    @property
     def touched(self) -> bool:
         """Whether somebody has thrown away or changed what the part showed, or a part of the gradient."""
         if self._deferred is None or not self.waits:
