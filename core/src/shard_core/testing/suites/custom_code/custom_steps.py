@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,15 @@ class CustomSteps(Suite):
             Gradients are averaged by hooks that this way goes past; ranks drift apart without a word.
         """
         self._assert_trained(ranks, "assigned gradients")
+
+    @promise(after=("averages_gradients",), every_size=False)
+    def test_interrupted_backwards_leave_nothing(self, ranks: Ranks) -> None:
+        """An exception may end a backward midway, as a lack of memory does; the next one begins the step anew.
+
+        Usual cause:
+            What was about to be sent is sent with the next gradients, or waited for in vain.
+        """
+        self._assert_trained(ranks, "interrupted")
 
     @promise(after=("averages_gradients",), every_size=False)
     def test_parameters_of_no_module_train_alike(self, ranks: Ranks) -> None:
@@ -134,12 +144,14 @@ class _Model(nn.Module):
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         self.table = nn.Embedding(4, 8, max_norm=0.5 if what == "renormalised" else None)
-        self.what = what
+        self.what, self.interrupts = what, False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self._write()
         rows = (inputs[:, 0].detach().abs() * 4).long().clamp(max=3)  # not the same on every rank
         hidden = torch.tanh(self.first(inputs)) + self.table(rows)
+        if self.interrupts:
+            hidden.register_hook(_interrupt)
         return torch.as_tensor(self.last(torch.tanh(self.middle(hidden))))
 
     @torch.no_grad()
@@ -151,6 +163,14 @@ class _Model(nn.Module):
             slow.data = slow.data * 0.9 + fast.data * 0.1
         elif self.what == "data":
             slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+
+class _Interruption(Exception):
+    """Ends a backward."""
+
+
+def _interrupt(gradient: torch.Tensor) -> None:
+    raise _Interruption(f"at a gradient of shape {tuple(gradient.shape)}")
 
 
 class _Loop:
@@ -231,6 +251,11 @@ def train_unusually(subject: Subject, what: str) -> Weights | str:
             loop = _Loop(strategy.unwrap(model), model, optimizer, device_of(strategy))
             for number, batch in enumerate(models.batches("plain", _STEPS, BATCH)):
                 loop.prepare(what, number)
+                if what == "interrupted":
+                    loop.own.interrupts = True
+                    with contextlib.suppress(_Interruption):
+                        strategy.backward(loop.loss(what, *models.share_of(strategy, batch)), model)
+                    loop.own.interrupts = False
                 loss = loop.loss(what, *models.share_of(strategy, batch))
                 if what != "assigned gradients":
                     strategy.backward(loss, model)
