@@ -1,0 +1,159 @@
+"""The cases of the acceptance program: how each ends, where that is written, and which come first in the next run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PASSED, FAILED, SKIPPED, NOT_REACHED = "passed", "failed", "skipped", "not reached"
+CUT_OFF = "it was running when the run ended"
+
+
+class Failed(Exception):
+    """Something is wrong: one sentence, and what was measured all the same."""
+
+    def __init__(self, reason: str, figures: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.figures = dict(figures or {})
+
+
+class Skipped(Exception):
+    """Something lacks here: one sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where cases run, and how thoroughly.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``.
+        quick: Whether models are tiny and rounds are few; nothing is judged by its time then.
+    """
+
+    device: str
+    quick: bool
+
+    @property
+    def judges_time(self) -> bool:
+        """Return whether figures of this run can break a bound."""
+        return self.device == "cuda" and not self.quick
+
+    def synchronize(self) -> None:
+        """Wait for the device; a CPU computes at once."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def need_cuda(self, what: str) -> None:
+        """Skip a case that means nothing on a CPU."""
+        if self.device != "cuda":
+            raise Skipped(f"{what} needs a CUDA device")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One question and what answers it.
+
+    Attributes:
+        name: Unique in its section.
+        run: Returns the figures; raises ``Failed`` or ``Skipped``, or whatever goes wrong.
+        seconds: About how long it takes on a GPU; it is not begun when less is left.
+    """
+
+    name: str
+    run: Callable[[Machine], Mapping[str, Any]]
+    seconds: float
+
+
+class Ledger:
+    """The JSON file: one record for each case, written after every one, so that a kill loses nothing.
+
+    Args:
+        path: The file; what it holds is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Read the records, by ``section/case``."""
+        return dict(json.loads(self.path.read_text())) if self.path.exists() else {}
+
+    def write(self, key: str, **record: Any) -> None:
+        """Replace the record of a case, all of the file or nothing of it."""
+        text = json.dumps({**self.records(), key: record}, indent=1, sort_keys=True)
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(text + "\n")
+        os.replace(draft, self.path)
+
+    def status(self, key: str, machine: Machine) -> str:
+        """Return how a case ended on a machine of this kind; a quick run says nothing about a full one."""
+        record = self.records().get(key, {})
+        alike = (record.get("on"), record.get("quick")) == (machine.device, machine.quick)
+        return str(record["status"]) if alike else NOT_REACHED
+
+    def ordered(self, section: str, names: Sequence[str], machine: Machine, among: Sequence[str]) -> list[str]:
+        """Choose the cases of some statuses: in the order of the statuses, within each in order of worth."""
+        statuses = {name: self.status(f"{section}/{name}", machine) for name in names}
+        return [name for status in among for name in names if statuses[name] == status]
+
+
+def run_cases(section: str, cases: Sequence[Case], machine: Machine, ledger: Ledger, deadline: float) -> Iterator[str]:
+    """Run cases while time is left, write down how each ended, and yield its name.
+
+    Args:
+        section: The section they belong to.
+        cases: In the order in which they run.
+        machine: Where they run.
+        ledger: Where their records go.
+        deadline: On the clock of ``time.monotonic``.
+    """
+    kind = {"on": machine.device, "quick": machine.quick}
+    unsettled = [each for each in cases if ledger.status(f"{section}/{each.name}", machine) == NOT_REACHED]
+    for case in unsettled:
+        ledger.write(f"{section}/{case.name}", status=NOT_REACHED, reason="the time was up", **kind)
+    for case in cases:
+        key, left = f"{section}/{case.name}", deadline - time.monotonic()
+        if left < (case.seconds if machine.judges_time else 0.0):
+            continue
+        before = ledger.records().get(key)
+        if case in unsettled:
+            ledger.write(key, status=NOT_REACHED, reason=CUT_OFF, **kind)
+        began = time.monotonic()
+        status, reason, figures = _outcome(case, machine)
+        if status == SKIPPED and before and before.get("figures"):
+            figures = before["figures"]
+        seconds = round(time.monotonic() - began, 1)
+        ledger.write(
+            key, status=status, reason=reason, figures=figures, seconds=seconds, **kind, **_environment(machine)
+        )
+        yield case.name
+
+
+def _outcome(case: Case, machine: Machine) -> tuple[str, str, dict[str, Any]]:
+    try:
+        return PASSED, "", dict(case.run(machine))
+    except Skipped as lack:
+        return SKIPPED, str(lack), {}
+    except Failed as failure:
+        return FAILED, str(failure), failure.figures
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong in a case is its outcome
+        first = str(error).strip().partition("\n")[0]
+        return FAILED, f"{type(error).__name__}: {first}"[:600], {}
+
+
+def _environment(machine: Machine) -> dict[str, str]:
+    name = torch.cuda.get_device_name() if machine.device == "cuda" else "CPU"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
