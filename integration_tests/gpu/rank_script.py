@@ -1,0 +1,173 @@
+"""One rank of a small job that goes wrong, or tries what carries its tensors; a script, since ranks are processes.
+
+``run_ranks`` starts it. Two ranks share one device over gloo: each stands as the only one of a host of its own, since
+ranks of one host need a device each. NCCL refuses them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shard_core import get_strategy
+
+TIMEOUT_SECONDS = 10
+ANSWER = "answer: "
+
+
+def run_ranks(mode: str, ranks: int, device: str, seconds: float, strategy: str = "ddp") -> list[tuple[int | None, str]]:
+    """Run ranks until the first has ended, or all have where that takes no longer than rank 0.
+
+    Args:
+        mode: A key of ``MODES``.
+        ranks: How many; more than one talk over gloo.
+        device: ``"cuda"`` or ``"cpu"``.
+        seconds: How long rank 0 may take.
+        strategy: Which strategy they train under.
+
+    Returns:
+        Each rank's exit code, None for one that had to be ended, and what it has written.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(ranks)]
+        processes = []
+        for rank, path in enumerate(outputs):
+            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            given = os.environ | {name: str(value) for name, value in place.items()}
+            with path.open("w") as output:
+                command = [sys.executable, __file__, mode, device, strategy]
+                processes.append(subprocess.Popen(command, env=given, stdout=output, stderr=output))
+        codes: list[int | None] = []
+        for rank, process in enumerate(processes):
+            try:
+                codes.append(process.wait(seconds if rank == 0 else TIMEOUT_SECONDS))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+                process.kill()
+                process.wait()
+        return list(zip(codes, (path.read_text() for path in outputs), strict=True))
+
+
+def answer_of(text: str) -> Any:
+    """Return what a rank has found out; None if it did not get there."""
+    found = [line.removeprefix(ANSWER) for line in text.splitlines() if line.startswith(ANSWER)]
+    return json.loads(found[-1]) if found else None
+
+
+def _collectives(strategy: Any, model: nn.Module, step: Callable[[], None]) -> dict[str, str]:
+    """Try each; return what it raised, nothing where it carried tensors of the device."""
+    del model, step
+    device, rank, outcome = strategy.root_device, strategy.global_rank, {}
+    mine = torch.full((2,), float(rank + 1), device=device)
+
+    def raw(call: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        call(*args, **kwargs)
+        return mine
+
+    two, four = torch.empty(2, device=device), torch.empty(4, device=device)
+    tries: dict[str, Callable[[], Any]] = {
+        f"ours: all_reduce {op}": lambda op=op: strategy.all_reduce(mine, reduce_op=op)  # type: ignore[misc]
+        for op in ("mean", "sum", "max", "min", "product")
+    }
+    tries |= {
+        "ours: reduce": lambda: strategy.reduce(mine),
+        "ours: all_gather": lambda: strategy.all_gather(mine),
+        "ours: all_gather with gradients": lambda: strategy.all_gather(mine.clone().requires_grad_(), sync_grads=True),
+        "ours: broadcast of a tensor": lambda: strategy.broadcast(mine),
+        "ours: broadcast of an object": lambda: strategy.broadcast({"a": [mine]})["a"][0],
+        "gloo: all_reduce": lambda: raw(dist.all_reduce, mine.clone()),
+        "gloo: broadcast": lambda: raw(dist.broadcast, mine.clone(), 0),
+        "gloo: reduce": lambda: raw(dist.reduce, mine.clone(), 0),
+        "gloo: all_gather": lambda: raw(dist.all_gather, [two, two.clone()], mine),
+        "gloo: all_gather_into_tensor": lambda: raw(dist.all_gather_into_tensor, four, mine),
+        "gloo: reduce_scatter_tensor": lambda: raw(dist.reduce_scatter_tensor, two, four),
+        "gloo: all_to_all_single": lambda: raw(dist.all_to_all_single, two, mine),
+        "gloo: gather": lambda: raw(dist.gather, mine, None if rank else [two, two.clone()]),
+        "gloo: scatter": lambda: raw(dist.scatter, two, None if rank else [mine, mine]),
+        "gloo: send and recv": lambda: raw(dist.recv, two, 0) if rank else raw(dist.send, mine, 1),
+    }
+    for name, attempt in tries.items():
+        try:
+            result = attempt()
+            came = "" if result.device.type == device.type else f"comes back on {result.device}"
+        except Exception as error:  # noqa: BLE001 - what it says is the outcome
+            came = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        outcome[name] = came
+        strategy.barrier()
+    return outcome
+
+
+def _killed(strategy: Any, model: nn.Module, step: Callable[[], None]) -> None:
+    del model
+    for number in range(100_000):
+        step()
+        if number == 3 and strategy.global_rank == strategy.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hung(strategy: Any, model: nn.Module, step: Callable[[], None]) -> None:
+    """Wait for a rank that does not come or, alone, for a kernel that does not end."""
+    del model
+    step()
+    if strategy.world_size == 1:
+        torch.cuda._sleep(2**42)
+    elif strategy.global_rank:
+        time.sleep(600)
+    step()
+    strategy.all_reduce(torch.ones(1, device=strategy.root_device)).item()
+
+
+def _illegal(strategy: Any, model: nn.Module, step: Callable[[], None]) -> None:
+    del model
+    step()
+    table = nn.Embedding(4, 4, device=strategy.root_device)
+    table(torch.tensor([2**20], device=strategy.root_device)).sum().item()
+
+
+MODES = {"collectives": _collectives, "killed": _killed, "hung": _hung, "illegal": _illegal}
+
+
+def main() -> None:
+    """Start the strategy, train a little, and do what the mode says."""
+    mode, device, name = sys.argv[1:]
+    several = int(os.environ["WORLD_SIZE"]) > 1
+    duration = timedelta(seconds=TIMEOUT_SECONDS)
+    backend = "gloo" if several else None
+    strategy = get_strategy(
+        name, accelerator=device, process_group_backend=backend, timeout=duration, guard_timeout=duration
+    )
+    with strategy:
+        strategy.setup_environment()
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+
+        def step() -> None:
+            strategy.backward(model(torch.ones(2, 4, device=strategy.root_device)).sum(), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+
+        found = MODES[mode](strategy, model, step)
+        print(ANSWER + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
