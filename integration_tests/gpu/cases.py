@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 PASSED, FAILED, SKIPPED, NOT_REACHED = "passed", "failed", "skipped", "not reached"
-CUT_OFF = "it was running when the run ended"
+TIME_UP, CUT_OFF = "the time was up", "it was running when the run ended"
 
 
 class Failed(Exception):
@@ -29,20 +29,24 @@ class Skipped(Exception):
     """Something lacks here: one sentence."""
 
 
+class Later(Exception):
+    """The case waits for something that runs beside it; others can go first."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """Where cases run, and how thoroughly.
 
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
-        quick: Whether models are tiny and rounds are few; nothing is judged by its time then.
+        quick: Whether models are tiny and rounds are few; nothing is judged by time or bytes then.
     """
 
     device: str
     quick: bool
 
     @property
-    def judges_time(self) -> bool:
+    def judges(self) -> bool:
         """Return whether figures of this run can break a bound."""
         return self.device == "cuda" and not self.quick
 
@@ -59,13 +63,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One question and what answers it.
-
-    Attributes:
-        name: Unique in its section.
-        run: Returns the figures; raises ``Failed`` or ``Skipped``, or whatever goes wrong.
-        seconds: About how long it takes on a GPU; it is not begun when less is left.
-    """
+    """One question: what answers it with figures or an error, and about how many seconds that takes on a GPU."""
 
     name: str
     run: Callable[[Machine], Mapping[str, Any]]
@@ -73,24 +71,18 @@ class Case:
 
 
 class Ledger:
-    """The JSON file: one record for each case, written after every one, so that a kill loses nothing.
-
-    Args:
-        path: The file; what it holds is kept.
-    """
+    """The JSON file: a record for each ``section/case``, written after every one, so that a kill loses nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def records(self) -> dict[str, dict[str, Any]]:
-        """Read the records, by ``section/case``."""
         return dict(json.loads(self.path.read_text())) if self.path.exists() else {}
 
     def write(self, key: str, **record: Any) -> None:
-        """Replace the record of a case, all of the file or nothing of it."""
-        text = json.dumps({**self.records(), key: record}, indent=1, sort_keys=True)
+        """Replace the record of a case: all of the file or nothing of it."""
         draft = self.path.with_suffix(".draft")
-        draft.write_text(text + "\n")
+        draft.write_text(json.dumps({**self.records(), key: record}, indent=1, sort_keys=True) + "\n")
         os.replace(draft, self.path)
 
     def status(self, key: str, machine: Machine) -> str:
@@ -106,54 +98,46 @@ class Ledger:
 
 
 def run_cases(section: str, cases: Sequence[Case], machine: Machine, ledger: Ledger, deadline: float) -> Iterator[str]:
-    """Run cases while time is left, write down how each ended, and yield its name.
-
-    Args:
-        section: The section they belong to.
-        cases: In the order in which they run.
-        machine: Where they run.
-        ledger: Where their records go.
-        deadline: On the clock of ``time.monotonic``.
-    """
+    """Run cases until ``time.monotonic()`` reaches the deadline, write how each ended, and yield its name."""
     kind = {"on": machine.device, "quick": machine.quick}
-    unsettled = [each for each in cases if ledger.status(f"{section}/{each.name}", machine) == NOT_REACHED]
-    for case in unsettled:
-        ledger.write(f"{section}/{case.name}", status=NOT_REACHED, reason="the time was up", **kind)
-    for case in cases:
-        key, left = f"{section}/{case.name}", deadline - time.monotonic()
-        if left < (case.seconds if machine.judges_time else 0.0):
+    new = [each.name for each in cases if ledger.status(f"{section}/{each.name}", machine) == NOT_REACHED]
+    for name in new:
+        ledger.write(f"{section}/{name}", status=NOT_REACHED, reason=TIME_UP, **kind)
+    queue = list(cases)
+    while queue:
+        case = queue.pop(0)
+        key, began = f"{section}/{case.name}", time.monotonic()
+        if deadline - began < (case.seconds if machine.judges else 0.0):
             continue
-        before = ledger.records().get(key)
-        if case in unsettled:
+        if case.name in new:
             ledger.write(key, status=NOT_REACHED, reason=CUT_OFF, **kind)
-        began = time.monotonic()
-        status, reason, figures = _outcome(case, machine)
-        if status == SKIPPED and before and before.get("figures"):
-            figures = before["figures"]
-        seconds = round(time.monotonic() - began, 1)
-        ledger.write(
-            key, status=status, reason=reason, figures=figures, seconds=seconds, **kind, **_environment(machine)
-        )
+        try:
+            status, reason, figures = _outcome(case, machine)
+        except Later:
+            if case.name in new:
+                ledger.write(key, status=NOT_REACHED, reason=TIME_UP, **kind)
+            queue.append(case)
+            time.sleep(0.1)
+            continue
+        kind_of_machine = {
+            "device": torch.cuda.get_device_name() if machine.device == "cuda" else "CPU",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "date": time.strftime("%Y-%m-%d"),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        ledger.write(key, status=status, reason=reason, figures=figures, **kind, **kind_of_machine)
         yield case.name
 
 
 def _outcome(case: Case, machine: Machine) -> tuple[str, str, dict[str, Any]]:
     try:
         return PASSED, "", dict(case.run(machine))
+    except Later:
+        raise
     except Skipped as lack:
         return SKIPPED, str(lack), {}
     except Failed as failure:
         return FAILED, str(failure), failure.figures
     except Exception as error:  # noqa: BLE001 - whatever goes wrong in a case is its outcome
-        first = str(error).strip().partition("\n")[0]
-        return FAILED, f"{type(error).__name__}: {first}"[:600], {}
-
-
-def _environment(machine: Machine) -> dict[str, str]:
-    name = torch.cuda.get_device_name() if machine.device == "cuda" else "CPU"
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+        return FAILED, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:600], {}

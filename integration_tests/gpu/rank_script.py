@@ -6,6 +6,7 @@ ranks of one host need a device each. NCCL refuses them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loops import Ours
 from torch import nn
 
 from shard_core import get_strategy
@@ -29,15 +31,8 @@ TIMEOUT_SECONDS = 10
 ANSWER = "answer: "
 
 
-def run_ranks(mode: str, ranks: int, device: str, seconds: float, strategy: str = "ddp") -> list[tuple[int | None, str]]:
-    """Run ranks until the first has ended, or all have where that takes no longer than rank 0.
-
-    Args:
-        mode: A key of ``MODES``.
-        ranks: How many; more than one talk over gloo.
-        device: ``"cuda"`` or ``"cpu"``.
-        seconds: How long rank 0 may take.
-        strategy: Which strategy they train under.
+def run_ranks(mode: str, ranks: int, device: str, seconds: float) -> list[tuple[int | None, str]]:
+    """Run ranks of ddp until rank 0 has ended, which may take some seconds, and the others little more.
 
     Returns:
         Each rank's exit code, None for one that had to be ended, and what it has written.
@@ -45,6 +40,7 @@ def run_ranks(mode: str, ranks: int, device: str, seconds: float, strategy: str 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    codes: list[int | None] = []
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
         processes = []
@@ -52,13 +48,12 @@ def run_ranks(mode: str, ranks: int, device: str, seconds: float, strategy: str 
             place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             given = os.environ | {name: str(value) for name, value in place.items()}
+            command = [sys.executable, __file__, mode, device]
             with path.open("w") as output:
-                command = [sys.executable, __file__, mode, device, strategy]
                 processes.append(subprocess.Popen(command, env=given, stdout=output, stderr=output))
-        codes: list[int | None] = []
         for rank, process in enumerate(processes):
             try:
-                codes.append(process.wait(seconds if rank == 0 else TIMEOUT_SECONDS))
+                codes.append(process.wait(TIMEOUT_SECONDS if rank else seconds))
             except subprocess.TimeoutExpired:
                 codes.append(None)
                 process.kill()
@@ -72,9 +67,9 @@ def answer_of(text: str) -> Any:
     return json.loads(found[-1]) if found else None
 
 
-def _collectives(strategy: Any, model: nn.Module, step: Callable[[], None]) -> dict[str, str]:
+def _collectives(strategy: Any, step: Callable[[], Any]) -> dict[str, str]:
     """Try each; return what it raised, nothing where it carried tensors of the device."""
-    del model, step
+    del step
     device, rank, outcome = strategy.root_device, strategy.global_rank, {}
     mine = torch.full((2,), float(rank + 1), device=device)
 
@@ -115,17 +110,15 @@ def _collectives(strategy: Any, model: nn.Module, step: Callable[[], None]) -> d
     return outcome
 
 
-def _killed(strategy: Any, model: nn.Module, step: Callable[[], None]) -> None:
-    del model
+def _killed(strategy: Any, step: Callable[[], Any]) -> None:
     for number in range(100_000):
         step()
         if number == 3 and strategy.global_rank == strategy.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hung(strategy: Any, model: nn.Module, step: Callable[[], None]) -> None:
+def _hung(strategy: Any, step: Callable[[], Any]) -> None:
     """Wait for a rank that does not come or, alone, for a kernel that does not end."""
-    del model
     step()
     if strategy.world_size == 1:
         torch.cuda._sleep(2**42)
@@ -135,8 +128,7 @@ def _hung(strategy: Any, model: nn.Module, step: Callable[[], None]) -> None:
     strategy.all_reduce(torch.ones(1, device=strategy.root_device)).item()
 
 
-def _illegal(strategy: Any, model: nn.Module, step: Callable[[], None]) -> None:
-    del model
+def _illegal(strategy: Any, step: Callable[[], Any]) -> None:
     step()
     table = nn.Embedding(4, 4, device=strategy.root_device)
     table(torch.tensor([2**20], device=strategy.root_device)).sum().item()
@@ -147,26 +139,16 @@ MODES = {"collectives": _collectives, "killed": _killed, "hung": _hung, "illegal
 
 def main() -> None:
     """Start the strategy, train a little, and do what the mode says."""
-    mode, device, name = sys.argv[1:]
-    several = int(os.environ["WORLD_SIZE"]) > 1
+    mode, device = sys.argv[1:]
     duration = timedelta(seconds=TIMEOUT_SECONDS)
-    backend = "gloo" if several else None
-    strategy = get_strategy(
-        name, accelerator=device, process_group_backend=backend, timeout=duration, guard_timeout=duration
-    )
-    with strategy:
+    backend = "gloo" if os.environ["WORLD_SIZE"] != "1" else None
+    with get_strategy(
+        "ddp", accelerator=device, process_group_backend=backend, timeout=duration, guard_timeout=duration
+    ) as strategy:
         strategy.setup_environment()
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
-
-        def step() -> None:
-            strategy.backward(model(torch.ones(2, 4, device=strategy.root_device)).sum(), model)
-            strategy.optimizer_step(optimizer)
-            optimizer.zero_grad()
-
-        found = MODES[mode](strategy, model, step)
-        print(ANSWER + json.dumps(found), flush=True)
+        inputs = torch.ones(2, 4, device=strategy.root_device)
+        loop = Ours(strategy, nn.Linear(4, 4), functools.partial(torch.optim.SGD, lr=0.1))
+        print(ANSWER + json.dumps(MODES[mode](strategy, lambda: loop.step(inputs))), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,74 +2,76 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from cases import Case, Failed, Machine, Skipped
-from llama_loops import Kind
+from cases import Case, Failed, Later, Machine, Skipped
+from loops import Ours, Raw, started
 from rank_script import answer_of, run_ranks
-from section_step import free
 from torch import nn
 from torch.nn import functional
 
-from shard_core import get_strategy, plugins
+from shard_core import plugins
 from shard_core.backend import POLICIES
 
 KITS_AT_ONCE, KIT_SECONDS, QUICK_PROMISE = 6, 330.0, "micro_batches_add_up"
 APART = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 """How far losses and weights may be apart, relatively, by the dtype that is computed in."""
+OPTIMIZERS = (
+    functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-4),  # the usual eps is 0 in float16
+)
+_running: dict[str, Future[tuple[int, str, str]]] = {}
 
 
-def cases(machine: Machine) -> list[Case]:
-    """List the cases, in order of worth; the kits run beside one another from the first on."""
-    found = [each for each in plugins.installed() if each.info is None or machine.device in each.info.devices]
+def cases() -> list[Case]:
+    """List the cases, in order of worth."""
+    found = [each for each in plugins.installed() if each.info is None or "cuda" in each.info.devices]
+    # An engine with dtypes of its own does not compute as plain PyTorch does; the kit judges it.
     plain = [each.name for each in found if each.info is not None and not each.info.policies and not each.problem]
-    kits = Kits([each.name for each in found])
     return [
         *(Case(f"precisions of {name}", functools.partial(precisions, name), 12) for name in plain),
         Case("gloo, two ranks on one device", collectives, 40),
-        *(Case(f"kit: {each.name}", functools.partial(kits.judge, each.name, each.problem), 15) for each in found),
+        *(Case(f"kit: {each.name}", functools.partial(judge, each.name, each.problem), 2) for each in found),
     ]
 
 
-class Kits:
-    """Runs the kit on strategies, several at a time, since most of it computes little."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._running: dict[str, Future[tuple[int, str, str]]] = {}
-
-    def judge(self, name: str, problem: str | None, machine: Machine) -> dict[str, Any]:
-        """Return how many promises were kept; fail with the broken ones."""
-        if problem:
-            raise Skipped(problem)
-        if machine.quick:
-            self._names = [name]
-        if name not in self._running:
-            pool = ThreadPoolExecutor(KITS_AT_ONCE)
-            later = self._names[self._names.index(name) :]
-            self._running |= {each: pool.submit(_kit, each, machine) for each in later}
-        code, output, errors = self._running[name].result()
-        if code not in (0, 1) or not output.startswith("["):
-            raise Failed(f"the kit ended with {code}: {(errors.strip() or output).splitlines()[-1:]}")
-        verdicts = json.loads(output)
-        words = [each["status"] for each in verdicts]
-        broken = {each["promise"]: each["reason"] for each in verdicts if each["status"] == "broken"}
-        figures = {"counts": {word: words.count(word) for word in dict.fromkeys(words)}, "broken": broken}
-        figures["not_judged"] = {each["promise"]: each["reason"] for each in verdicts if each["status"] == "not judged"}
-        if broken:
-            raise Failed(f"{len(broken)} promises are broken: {', '.join(broken)}", figures)
-        return figures
+def begin(chosen: Sequence[str], machine: Machine) -> None:
+    """Start the kits of the chosen cases: they run beside one another and beside all else, since little is computed."""
+    pool = ThreadPoolExecutor(1 if machine.quick else KITS_AT_ONCE)
+    usable = [each.name for each in plugins.installed() if not each.problem and f"kit: {each.name}" in chosen]
+    _running.update({name: pool.submit(run_kit, name, machine) for name in usable})
 
 
-def _kit(name: str, machine: Machine) -> tuple[int, str, str]:
+def judge(name: str, problem: str | None, machine: Machine) -> dict[str, Any]:
+    """Count the promises that are kept; fail with those that are broken."""
+    if problem:
+        raise Skipped(problem)
+    if name in _running and not _running[name].done():
+        raise Later
+    code, output, errors = _running.pop(name).result() if name in _running else run_kit(name, machine)
+    if code not in (0, 1) or not output.startswith("["):
+        raise Failed(f"the kit ended with {code}: {' '.join((errors.strip() or output).splitlines()[-1:])}")
+    verdicts = json.loads(output)
+    words = [each["status"] for each in verdicts]
+    of = {word: {e["promise"]: e["reason"] for e in verdicts if e["status"] == word} for word in dict.fromkeys(words)}
+    broken = of.get("broken", {})
+    figures = {"counts": {word: len(those) for word, those in of.items()}, "broken": broken}
+    figures["not_judged"] = of.get("not judged", {})
+    if broken:
+        raise Failed(f"{len(broken)} promises are broken: {', '.join(broken)}", figures)
+    return figures
+
+
+def run_kit(name: str, machine: Machine) -> tuple[int, str, str]:
+    """Return the kit's exit code, and what it has written."""
     command = [sys.executable, "-m", "shard_core.testing", name, "--device", machine.device, "--world-sizes", "1"]
     command += ["--json", *(["--promise", QUICK_PROMISE] if machine.quick else [])]
     given = {"OMP_NUM_THREADS": "2", **os.environ}
@@ -85,12 +87,12 @@ def collectives(machine: Machine) -> dict[str, Any]:
     (code, text), *_ = run_ranks("collectives", 2, machine.device, 120)
     found = answer_of(text)
     if found is None:
-        raise Failed(f"two ranks on one device ended with {code}: {text.strip().splitlines()[-1:]}")
-    figures = {"carried": [name for name, why in found.items() if not why]}
-    figures |= {"refused": {name: why for name, why in found.items() if why}}
-    wrong = [name for name in figures["refused"] if name.startswith("ours")]
+        raise Failed(f"two ranks on one device ended with {code}: {' '.join(text.strip().splitlines()[-1:])}")
+    refused = {name: why for name, why in found.items() if why}
+    figures = {"carried": [name for name in found if name not in refused], "refused": refused}
+    wrong = [name for name in refused if name.startswith("ours")]
     if wrong:
-        raise Failed(f"over gloo on one device {', '.join(wrong)} did not work", figures)
+        raise Failed(f"over gloo on one device these fail: {', '.join(wrong)}", figures)
     return figures
 
 
@@ -109,72 +111,45 @@ class Small(nn.Module):
 def precisions(name: str, machine: Machine) -> dict[str, Any]:
     """Train in every precision with SGD and AdamW beside plain PyTorch on the same device, under the same autocast."""
     figures: dict[str, Any] = {}
-    wrong = []
     for precision in plugins.find(name).precisions:
-        for kind in (torch.optim.SGD, torch.optim.AdamW):
-            settings: dict[str, Any] = {"lr": 1e-2} | ({"eps": 1e-4} if kind is torch.optim.AdamW else {"momentum": 0.9})
-            make = functools.partial(kind, **settings)
-            apart = _apart(_ours(name, precision, make, machine), _plain(precision, make, machine))
-            figures[f"{precision} {kind.__name__}"] = dict(zip(("losses", "weights"), apart, strict=True))
-            if not max(apart) <= APART[POLICIES[precision].compute]:
-                wrong.append(f"{precision} {kind.__name__} ({max(apart):.1e})")
+        for make in OPTIMIZERS:
+            losses, weights = _ours(name, precision, make, machine)
+            plain_losses, plain_weights = _plain(precision, make, machine)
+            apart = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, plain_losses, strict=True)]
+            distance = float((weights - plain_weights).norm() / plain_weights.norm())
+            figures[f"{precision} {make.func.__name__}"] = {"losses": max(apart), "weights": distance}
+    allowed = {key: APART[POLICIES[key.split()[0]].compute] for key in figures}
+    wrong = [key for key, each in figures.items() if not max(each.values()) <= allowed[key]]
     if wrong:
         raise Failed(f"{name} ends away from plain PyTorch under {', '.join(wrong)}", figures)
     return figures
 
 
-def _data(device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    return [
-        (torch.randn(16, 64, generator=generator).to(device), torch.randn(16, 8, generator=generator).to(device))
-        for _ in range(8)
-    ]
+def _data(machine: Machine) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    drawn = torch.randn(8, 16, 72, generator=torch.Generator().manual_seed(2)).to(machine.device)
+    return [(each[:, :64], each[:, 64:]) for each in drawn]
 
 
-def _ours(name: str, precision: str, make: Any, machine: Machine) -> tuple[list[float], dict[str, torch.Tensor]]:
-    options = dict(Kind(name, options={"tensor_parallel_size": 1} if name == "tp" else {}).options)
-    strategy = get_strategy(name, accelerator=machine.device, devices=1, precision=precision, **options)
-    strategy.setup_environment()
-    losses = []
-    try:
-        torch.manual_seed(0)
-        model: Any = Small()
-        optimizer = make(model.parameters())
-        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
-        for batch in _data(machine.device):
-            loss = model(*batch)
-            strategy.backward(loss, model)
-            strategy.optimizer_step(optimizer)
-            optimizer.zero_grad()
-            losses.append(float(loss))
-        return losses, strategy.module_state_dict(model)
-    finally:
-        strategy.teardown()
-        free(machine)
+def _vector(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([weights[name].cpu().double().flatten() for name in sorted(weights)])
 
 
-def _plain(precision: str, make: Any, machine: Machine) -> tuple[list[float], dict[str, torch.Tensor]]:
-    table = POLICIES[precision]
-    compute, held = getattr(torch, table.compute), getattr(torch, table.parameter)
+def _ours(name: str, precision: str, make: Any, machine: Machine) -> tuple[list[float], torch.Tensor]:
     torch.manual_seed(0)
-    model = Small().to(machine.device, held)
-    optimizer, scaler = make(model.parameters()), torch.amp.GradScaler(machine.device, enabled=table.scaled)
-    losses = []
-    for batch in _data(machine.device):
-        with torch.autocast(machine.device, compute) if table.autocast else contextlib.nullcontext():
-            loss = model(*(each.to(held) for each in batch))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+    with started(name, machine, precision=precision) as strategy:
+        loop = Ours(strategy, Small(), make)
+        losses = [loop.step(*batch).item() for batch in _data(machine)]
+        return losses, _vector(strategy.module_state_dict(loop.model))
 
 
-def _apart(
-    ours: tuple[list[float], dict[str, torch.Tensor]], plain: tuple[list[float], dict[str, torch.Tensor]]
-) -> tuple[float, float]:
-    """Return the largest relative difference of losses, and that of all weights as one vector."""
-    losses = max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(ours[0], plain[0], strict=True))
-    mine, theirs = (torch.cat([each[1][name].double().flatten() for name in plain[1]]) for each in (ours, plain))
-    return losses, float((mine - theirs).norm() / theirs.norm())
+def _plain(precision: str, make: Any, machine: Machine) -> tuple[list[float], torch.Tensor]:
+    table = POLICIES[precision]
+    held = getattr(torch, table.parameter)
+    torch.manual_seed(0)
+    loop = Raw(Small().to(machine.device, held), make)
+    if table.autocast:
+        loop.context = functools.partial(torch.autocast, machine.device, getattr(torch, table.compute))
+    if table.scaled:
+        loop.scaler = torch.amp.GradScaler(machine.device)
+    losses = [loop.step(*(each.to(held) for each in batch)).item() for batch in _data(machine)]
+    return losses, _vector(loop.model.state_dict())

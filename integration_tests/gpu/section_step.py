@@ -9,123 +9,94 @@ vendor's for dense bfloat16, where the device is in the table.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import json
 import math
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from cases import Case, Failed, Machine
-from llama_loops import BILLION, SMALL, TINY, Kind, Ours, Raw, Size, llama, need_llama, tokens
+from loops import BILLION, SMALL, TINY, Kind, Size, started, tokens
 from torch.profiler import ProfilerActivity, profile
 
-from shard_core import get_strategy
-
-BOUND = 1.02
+Step = Callable[[], torch.Tensor]
+BOUND, LOSSES_APART, PROFILED_STEPS = 1.02, 1e-2, 20
 PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
-SYNCHRONISATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-PROFILED_STEPS = 20
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
-def cases(machine: Machine) -> list[Case]:
+def cases() -> list[Case]:
     """List the cases, in order of worth."""
-    del machine
-    fsdp, ddp, tp = Kind("fsdp"), Kind("ddp"), Kind("tp", options={"tensor_parallel_size": 1})
-    offload = Kind("fsdp_cpu_offload")
-    of = functools.partial
+
+    def pair(name: str, seconds: float, strategy: str, size: Size = BILLION, **options: Any) -> Case:
+        steps = {"steps": 1, "rounds": 7} if strategy == "fsdp_cpu_offload" else {}
+        return Case(name, functools.partial(compare, Kind(strategy, **options), size, **steps), seconds)
+
+    def traced(strategy: str) -> Case:
+        return Case(f"{strategy} kernels and waits", functools.partial(traces, Kind(strategy)), 30)
+
     return [
-        Case("fsdp bf16-mixed", of(compare, Kind("fsdp"), BILLION), 45),
-        Case("ddp bf16-mixed", of(compare, ddp, BILLION), 40),
-        Case("fsdp kernels and synchronisations", of(traces, fsdp), 30),
-        Case("ddp kernels and synchronisations", of(traces, ddp), 25),
-        Case("fsdp with clipping", of(compare, Kind("fsdp", clip=True), BILLION), 40),
-        Case("fsdp checkpointed", of(compare, Kind("fsdp", recomputed=True), BILLION), 45),
-        Case("ddp checkpointed", of(compare, Kind("ddp", recomputed=True), BILLION), 45),
-        Case("fsdp compiled", of(compare, Kind("fsdp", compiled=True), BILLION), 75),
-        Case("ddp compiled", of(compare, Kind("ddp", compiled=True), BILLION), 75),
-        Case("tp bf16-mixed", of(compare, tp, BILLION), 45),
-        Case("fsdp_cpu_offload bf16-mixed", of(compare, offload, BILLION, steps=1, rounds=7), 90),
-        Case("fsdp bf16-true", of(compare, Kind("fsdp", precision="bf16-true"), BILLION), 40),
-        Case("ddp bf16-true", of(compare, Kind("ddp", precision="bf16-true"), BILLION), 40),
-        Case("fsdp 64 MiB, small blocks", of(compare, fsdp, SMALL), 30),
-        Case("fsdp per block, small blocks", of(compare, Kind("fsdp", unit_bytes=1), SMALL), 30),
-        Case("fsdp units: 64 MiB against per block", units, 30),
+        pair("fsdp bf16-mixed", 40, "fsdp"),
+        pair("ddp bf16-mixed", 35, "ddp"),
+        traced("fsdp"),
+        traced("ddp"),
+        pair("fsdp with clipping", 35, "fsdp", clip=True),
+        pair("fsdp checkpointed", 40, "fsdp", recomputed=True),
+        pair("ddp checkpointed", 40, "ddp", recomputed=True),
+        pair("fsdp compiled", 70, "fsdp", compiled=True),
+        pair("ddp compiled", 70, "ddp", compiled=True),
+        pair("tp bf16-mixed", 40, "tp"),
+        pair("fsdp_cpu_offload bf16-mixed", 90, "fsdp_cpu_offload"),
+        pair("fsdp bf16-true", 35, "fsdp", precision="bf16-true"),
+        pair("ddp bf16-true", 35, "ddp", precision="bf16-true"),
+        pair("fsdp, small blocks", 25, "fsdp", SMALL),
+        pair("fsdp per block, small blocks", 25, "fsdp", SMALL, unit_bytes=1),
+        Case("fsdp units: 64 MiB against per block", units, 25),
     ]
 
 
-@contextlib.contextmanager
-def started(kind: Kind, machine: Machine, **options: Any) -> Iterator[Any]:
-    """Start a strategy in a world of one, over NCCL on a GPU; free what was held in it at the end."""
-    strategy = get_strategy(
-        kind.strategy, accelerator=machine.device, devices=1, **{**kind.strategy_options(), **options}
-    )
-    strategy.setup_environment()
-    try:
-        yield strategy
-    finally:
-        strategy.teardown()
-        torch.compiler.reset()
-        free(machine)
-
-
-def free(machine: Machine) -> None:
-    """Give back what nothing holds any more."""
-    gc.collect()
-    if machine.device == "cuda":
-        torch.cuda.empty_cache()
-
-
 def compare(kind: Kind, size: Size, machine: Machine, *, steps: int = 4, rounds: int = 15) -> dict[str, Any]:
-    """Time ours against the loop by hand; fail where the interval's upper end is above the bound."""
-    need_llama(kind)
+    """Time ours against the loop by hand; fail where it costs more than the bound, or trains otherwise."""
+    kind.check()
     size, steps, rounds = (TINY, 1, 2) if machine.quick else (size, steps, rounds)
-    with started(kind, machine) as strategy:
-        raw = Raw(llama(size, machine.device), kind, machine.device)
-        ours = Ours(strategy, llama(size, machine.device), kind)
-        batch = tokens(size, machine.device)
-        figures = race(lambda: raw.step(batch), lambda: ours.step(batch), machine, steps, rounds)
-        weights = sum(each.numel() for each in raw.model.parameters())
-        del raw, ours
-    seconds = figures["ours_ms"] / 1000
-    flops = 6 * (weights - size.vocabulary * size.width) + 6 * size.layers * size.sequence * size.width
-    figures |= {"parameters": weights, "tokens_per_second": size.tokens / seconds, "steps": steps, "rounds": rounds}
-    figures["model_teraflops"] = flops * size.tokens / seconds / 1e12
+    with started(kind.strategy, machine, **kind.options()) as strategy:
+        figures = _pair(kind, size, machine, strategy, steps, rounds)
+    if kind.compiled:
+        torch.compiler.reset()
+    per_second = size.batch * size.sequence / figures["ours_ms"] * 1000
+    products = figures["parameters"] - size.vocabulary * size.width
+    flops = (6 * products + 6 * size.layers * size.sequence * size.width) * per_second
+    figures |= {"tokens_per_second": per_second, "model_teraflops": flops / 1e12, "steps": steps, "rounds": rounds}
     name = torch.cuda.get_device_name() if machine.device == "cuda" else ""
     peak = next((value for part, value in PEAKS.items() if part in name), None)
-    if peak:
-        figures["utilisation"] = flops * size.tokens / seconds / peak
-    judge(figures, machine)
+    figures |= {"utilisation": flops / peak} if peak else {}
+    low, high = figures["interval"]
+    if not figures["losses_apart"] <= LOSSES_APART:
+        raise Failed(f"the losses of the two loops are {figures['losses_apart']:.1e} apart", figures)
+    if machine.judges and high > BOUND:
+        times = f"{figures['ratio']:.3f} ({low:.3f} to {high:.3f})"
+        raise Failed(f"a step takes {times} times that of the loop by hand, allowed {BOUND}", figures)
     return figures
 
 
-def judge(figures: Mapping[str, Any], machine: Machine) -> None:
-    """Fail where ours costs too much, or does not train alike."""
-    if not figures["losses_differ_by"] <= 1e-2:
-        raise Failed(f"the losses of the two loops differ by {figures['losses_differ_by']:.1e}", figures)
-    if machine.judges_time and figures["interval"][1] > BOUND:
-        low, high = figures["interval"]
-        text = f"a step takes {figures['ratio']:.3f} ({low:.3f} to {high:.3f}) of the loop by hand, allowed {BOUND}"
-        raise Failed(text, figures)
+def _pair(kind: Kind, size: Size, machine: Machine, strategy: Any, steps: int, rounds: int) -> dict[str, Any]:
+    raw, ours, batch = kind.raw(size, machine), kind.ours(strategy, size, machine), tokens(size, machine)
+    figures = race(lambda: raw.step(**batch), lambda: ours.step(**batch), machine, steps, rounds)
+    return figures | {"parameters": sum(each.numel() for each in raw.model.parameters())}
 
 
-def race(
-    raw: Callable[[], torch.Tensor], ours: Callable[[], torch.Tensor], machine: Machine, steps: int, rounds: int
-) -> dict[str, Any]:
+def race(raw: Step, ours: Step, machine: Machine, steps: int, rounds: int) -> dict[str, Any]:
     """Let two loops take turns; the ratio of a round is between neighbours in time."""
-    loops = (raw, ours)
+    loops, pairs, losses = (raw, ours), [], [0.0, 0.0]
     for loop in loops:
         for _ in range(3):
             loop()
-    pairs = []
-    losses = [0.0, 0.0]
     for number in range(rounds):
         times = [0.0, 0.0]
         for which in (0, 1) if number % 2 == 0 else (1, 0):
@@ -134,91 +105,82 @@ def race(
             for _ in range(steps):
                 loss = loops[which]()
             machine.synchronize()
-            times[which] = (time.perf_counter() - began) / steps
+            times[which] = (time.perf_counter() - began) / steps * 1000
             losses[which] = loss.item()
         pairs.append(times)
     ratios = sorted(mine / theirs for theirs, mine in pairs)
+    theirs, mine = (statistics.median(column) for column in zip(*pairs, strict=True))
+    apart = abs(losses[1] - losses[0]) / abs(losses[0])
     return {
-        "raw_ms": statistics.median(theirs for theirs, _ in pairs) * 1000,
-        "ours_ms": statistics.median(mine for _, mine in pairs) * 1000,
+        "raw_ms": theirs,
+        "ours_ms": mine,
         "ratio": statistics.median(ratios),
         "interval": interval(ratios),
-        "losses_differ_by": abs(losses[1] - losses[0]) / abs(losses[0]),
+        "losses_apart": apart,
     }
 
 
 def interval(ordered: list[float]) -> tuple[float, float]:
-    """Return the order statistics between which the median lies with 95 %, or all there is of fewer than six.
-
-    Example:
-        >>> interval([float(number) for number in range(1, 16)])
-        (4.0, 12.0)
-    """
-    count, outside = len(ordered), 0
-    for beyond in range(count // 2):
+    """Return the order statistics between which the median lies with 95 %, or all there is of fewer than six."""
+    count, outside, beyond = len(ordered), 0, 0
+    while beyond < count // 2:
         outside += 2 * math.comb(count, beyond)
         if outside > 0.05 * 2**count:
-            return ordered[max(beyond - 1, 0)], ordered[min(count - beyond, count - 1)]
-    return ordered[0], ordered[-1]
+            break
+        beyond += 1
+    place = max(beyond - 1, 0)
+    return ordered[place], ordered[-1 - place]
 
 
 def units(machine: Machine) -> dict[str, Any]:
     """Time our default units against one per block, where several blocks make a default one; nothing is judged."""
-    need_llama(Kind("fsdp"))
-    size = TINY if machine.quick else SMALL
-    blocks, default = Kind("fsdp", unit_bytes=1), Kind("fsdp")
-    with started(blocks, machine) as first, started(default, machine) as second:
-        pair = [
-            Ours(each, llama(size, machine.device), kind) for each, kind in ((first, blocks), (second, default))
-        ]
-        batch = tokens(size, machine.device)
-        steps, rounds = (1, 2) if machine.quick else (10, 15)
-        figures = race(lambda: pair[0].step(batch), lambda: pair[1].step(batch), machine, steps, rounds)
-        pair.clear()
+    kinds = Kind("fsdp", unit_bytes=1), Kind("fsdp")
+    kinds[0].check()
+    size, steps, rounds = (TINY, 1, 2) if machine.quick else (SMALL, 10, 15)
+    with (
+        started("fsdp", machine, **kinds[0].options()) as first,
+        started("fsdp", machine, **kinds[1].options()) as last,
+    ):
+        blocks, default = kinds[0].ours(first, size, machine), kinds[1].ours(last, size, machine)
+        batch = tokens(size, machine)
+        figures = race(lambda: blocks.step(**batch), lambda: default.step(**batch), machine, steps, rounds)
     return {"per_block_ms": figures.pop("raw_ms"), "default_ms": figures.pop("ours_ms"), **figures}
 
 
 def traces(kind: Kind, machine: Machine) -> dict[str, Any]:
-    """Compare kernels and host synchronisations of both loops; list what clipping and the rest add."""
-    need_llama(kind)
+    """Compare kernels and what makes the host wait in both loops; list what clipping and the rest add."""
+    kind.check()
     size, steps = (TINY, 2) if machine.quick else (SMALL, PROFILED_STEPS)
-    batch, device = tokens(size, machine.device), machine.device
+    batch = tokens(size, machine)
     found = {}
-    with started(kind, machine) as strategy:
-        raw = Raw(llama(size, device), kind, device)
-        found["raw"] = trace(lambda: raw.step(batch), steps, machine)
-        ours = Ours(strategy, llama(size, device), kind)
-        found["ours"] = trace(lambda: ours.step(batch), steps, machine)
-        found["denominator"] = trace(lambda: ours.step(batch, denominator=float(batch.numel())), steps, machine)
-        del raw, ours
-    variants = {"clipping": {"precision": kind.precision}, "scaler": {"precision": "16-mixed"}}
-    for name, options in variants.items():
-        with started(kind, machine, **options) as strategy:
-            ours = Ours(strategy, llama(size, device), Kind(kind.strategy, clip=name == "clipping"))
-            found[name] = trace(lambda: ours.step(batch), steps, machine)  # noqa: B023 - called at once
-            del ours
-    kernels = {name: each[0] for name, each in found.items()}
-    waits = {name: dict(each[1]) for name, each in found.items()}
-    names = sorted({*kernels["raw"], *kernels["ours"]})
-    apart = {each: [kernels["raw"][each], kernels["ours"][each]] for each in names}
-    apart = {each: counts for each, counts in apart.items() if counts[0] != counts[1]}
-    figures = {"steps": steps, "kernels": {name: each.total() for name, each in kernels.items()}}
-    figures |= {"kernels_apart_raw_ours": apart, "synchronisations": waits}
-    if machine.device == "cuda":
-        more = {each: counts for each, counts in apart.items() if counts[1] > counts[0]}
-        waited = sum(waits["ours"].values()) - sum(waits["raw"].values())
-        if waited > 0:
-            raise Failed(f"in {steps} steps the host waits {waited} times more than in the loop by hand", figures)
-        if more:
-            raise Failed(f"{len(more)} kernels are issued more often than by hand, first {min(more)[:80]}", figures)
+    with started(kind.strategy, machine, **kind.options()) as strategy:
+        raw = kind.raw(size, machine)
+        found["raw"] = trace(lambda: raw.step(**batch), steps, machine)
+        ours = kind.ours(strategy, size, machine)
+        found["ours"] = trace(lambda: ours.step(**batch), steps, machine)
+        found["denominator"] = trace(lambda: ours.step(**batch, denominator=7.0), steps, machine)
+    for name, other in (("clipping", Kind(kind.strategy, clip=True)), ("scaler", Kind(kind.strategy, "16-mixed"))):
+        with started(kind.strategy, machine, **other.options()) as strategy:
+            loop = other.ours(strategy, size, machine)
+            found[name] = trace(functools.partial(loop.step, **batch), steps, machine)
+    kernels, waits = ({name: each[which] for name, each in found.items()} for which in (0, 1))
+    both = {each: [kernels["raw"][each], kernels["ours"][each]] for each in sorted(kernels["raw"] | kernels["ours"])}
+    apart = {each: counts for each, counts in both.items() if counts[0] != counts[1]}
+    more = [each for each, (theirs, mine) in apart.items() if mine > theirs]
+    figures: dict[str, Any] = {"steps": steps, "kernels": {name: each.total() for name, each in kernels.items()}}
+    figures |= {"kernels_apart_raw_ours": apart, "waits": {name: dict(each) for name, each in waits.items()}}
+    waited = waits["ours"].total() - waits["raw"].total()
+    if machine.judges and waited > 0:
+        raise Failed(f"in {steps} steps the host waits {waited} times more than in the loop by hand", figures)
+    if machine.judges and more:
+        raise Failed(f"{len(more)} kernels are issued more often than by hand, such as {more[0][:80]}", figures)
     return figures
 
 
-def trace(step: Callable[[], Any], steps: int, machine: Machine) -> tuple[Counter[str], Counter[str]]:
+def trace(step: Step, steps: int, machine: Machine) -> tuple[Counter[str], Counter[str]]:
     """Profile steps; count kernels by name (on a CPU: operations), and what makes the host wait."""
     for _ in range(3):
         step()
-    machine.synchronize()
     on_gpu = machine.device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
@@ -227,13 +189,12 @@ def trace(step: Callable[[], Any], steps: int, machine: Machine) -> tuple[Counte
                 step()
             machine.synchronize()
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    kernels = Counter(str(each["name"]) for each in events if each.get("cat") == ("kernel" if on_gpu else "cpu_op"))
-    waits = Counter(
-        str(each["name"])
-        for each in events
-        if (each.get("cat") in ("cuda_runtime", "cuda_driver") and each["name"] in SYNCHRONISATIONS)
-        # A copy of pageable memory returns when it is done, whatever it was asked for.
-        or (each.get("cat") == "gpu_memcpy" and "Pageable" in each["name"])
+        events = [(each.get("cat"), str(each["name"])) for each in json.loads(path.read_text())["traceEvents"]]
+    kernels = Counter(name for category, name in events if category == ("kernel" if on_gpu else "cpu_op"))
+    # A copy of pageable memory returns when it is done, whatever it was asked for.
+    blocking = (
+        name
+        for category, name in events
+        if (category == "cuda_runtime" and name in WAITS) or (category == "gpu_memcpy" and "Pageable" in name)
     )
-    return kernels, waits
+    return kernels, Counter(blocking)
