@@ -88,6 +88,7 @@ def run_all(sections: Sequence[str], machine: Machine, ledger: Ledger, seconds: 
 
 def main() -> int:
     """Run the program and return its exit code."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for a device would forbid to fork
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="tiny models and few rounds; no figure is judged")

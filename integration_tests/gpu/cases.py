@@ -82,7 +82,7 @@ class Ledger:
     def write(self, key: str, **record: Any) -> None:
         """Replace the record of a case: all of the file or nothing of it."""
         draft = self.path.with_suffix(".draft")
-        draft.write_text(json.dumps({**self.records(), key: record}, indent=1, sort_keys=True) + "\n")
+        draft.write_text(json.dumps({**self.records(), key: record}, indent=1) + "\n")
         os.replace(draft, self.path)
 
     def status(self, key: str, machine: Machine) -> str:

@@ -180,17 +180,17 @@ def llama(size: Size, machine: Machine) -> nn.Module:
     """Build a Llama of random weights on its device, the same at each call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings: dict[str, Any] = dict(
-        vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        intermediate_size=size.inner,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.key_heads,
-        max_position_embeddings=size.sequence,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "intermediate_size": size.inner,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.key_heads,
+        "max_position_embeddings": size.sequence,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+    }
     torch.manual_seed(0)
     with torch.device(machine.device):
         model: nn.Module = LlamaForCausalLM(LlamaConfig(**settings))

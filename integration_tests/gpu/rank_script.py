@@ -45,8 +45,8 @@ def run_ranks(mode: str, ranks: int, device: str, seconds: float) -> list[tuple[
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
         processes = []
         for rank, path in enumerate(outputs):
-            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place: dict[str, Any] = {"RANK": rank, "GROUP_RANK": rank, "WORLD_SIZE": ranks}
+            place |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             given = os.environ | {name: str(value) for name, value in place.items()}
             command = [sys.executable, __file__, mode, device]
             with path.open("w") as output:

@@ -9,6 +9,7 @@ vendor's for dense bfloat16, where the device is in the table.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -35,7 +36,7 @@ def cases() -> list[Case]:
     """List the cases, in order of worth."""
 
     def pair(name: str, seconds: float, strategy: str, size: Size = BILLION, **options: Any) -> Case:
-        steps = {"steps": 1, "rounds": 7} if strategy == "fsdp_cpu_offload" else {}
+        steps: Any = {"steps": 1, "rounds": 7} if strategy == "fsdp_cpu_offload" else {}
         return Case(name, functools.partial(compare, Kind(strategy, **options), size, **steps), seconds)
 
     def traced(strategy: str) -> Case:
@@ -137,11 +138,9 @@ def units(machine: Machine) -> dict[str, Any]:
     kinds = Kind("fsdp", unit_bytes=1), Kind("fsdp")
     kinds[0].check()
     size, steps, rounds = (TINY, 1, 2) if machine.quick else (SMALL, 10, 15)
-    with (
-        started("fsdp", machine, **kinds[0].options()) as first,
-        started("fsdp", machine, **kinds[1].options()) as last,
-    ):
-        blocks, default = kinds[0].ours(first, size, machine), kinds[1].ours(last, size, machine)
+    with contextlib.ExitStack() as stack:
+        both = [stack.enter_context(started("fsdp", machine, **kind.options())) for kind in kinds]
+        blocks, default = (kind.ours(each, size, machine) for kind, each in zip(kinds, both, strict=True))
         batch = tokens(size, machine)
         figures = race(lambda: blocks.step(**batch), lambda: default.step(**batch), machine, steps, rounds)
     return {"per_block_ms": figures.pop("raw_ms"), "default_ms": figures.pop("ours_ms"), **figures}

@@ -1,0 +1,184 @@
+"""The acceptance program for machines with a GPU, as far as a CPU goes: its sections, tiny, and how it keeps time."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "integration_tests" / "gpu"))
+
+import accept  # the folder of a script is where Python looks for what stands beside it
+import device_page
+import section_step
+from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Case, Failed, Later, Ledger, Machine, Skipped
+
+Run = Callable[[Machine], Mapping[str, Any]]
+Section = Callable[..., None]
+TINY = Machine("cpu", quick=True)
+CHEAP = {
+    "step": ["fsdp bf16-mixed", "ddp kernels and waits"],
+    "contract": ["precisions of single"],
+    "memory": ["fsdp", "fsdp_cpu_offload"],
+    "faults": ["out of memory in forward, fsdp", "NaN, bf16-mixed", "NaN, 16-mixed", "hung NCCL collective"],
+    "checkpoint": ["fsdp"],
+    "several": ["scaling"],
+}
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "found.json")
+
+
+@pytest.fixture
+def section(monkeypatch: pytest.MonkeyPatch) -> Section:
+    """Let a section consist of given cases."""
+
+    def consist(**runs: Run) -> None:
+        module: Any = ModuleType("section_made_up")
+        module.cases = lambda: [Case(name, run, 1) for name, run in runs.items()]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(accept, "SECTIONS", {"made_up": 30})
+
+    return consist
+
+
+def run(names: list[str], ledger: Ledger, seconds: float = 60.0) -> None:
+    accept.work("made_up", names, TINY, ledger, time.monotonic() + seconds)
+
+
+def passing(_: Machine) -> dict[str, Any]:
+    return {"figure": 1}
+
+
+def failing(_: Machine) -> dict[str, Any]:
+    raise Failed("the figure is too large.", {"figure": 2})
+
+
+def skipping(_: Machine) -> dict[str, Any]:
+    raise Skipped("it lacks something")
+
+
+def dividing(_: Machine) -> dict[str, Any]:
+    raise ZeroDivisionError("nothing to divide by")
+
+
+def exiting(_: Machine) -> NoReturn:
+    os._exit(3)
+
+
+def sleeping(_: Machine) -> dict[str, Any]:
+    time.sleep(600)
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHEAP)
+def test_sections_run_tiny(name: str, ledger: Ledger) -> None:
+    if name == "step":
+        pytest.importorskip("transformers")
+    accept.work(name, CHEAP[name], TINY, ledger, time.monotonic() + 200)
+    records = ledger.records()
+    assert list(records) == [f"{name}/{case}" for case in CHEAP[name]]
+    for record in records.values():
+        assert record["status"] in (PASSED, SKIPPED), record
+        assert record["reason"] or record["figures"]
+    assert all(case in device_page.page(records) for case in CHEAP[name])
+
+
+@pytest.mark.parametrize("name", accept.SECTIONS)
+def test_cases_have_names_of_their_own(name: str) -> None:
+    names = [case.name for case in importlib.import_module(f"section_{name}").cases()]
+    assert names
+    assert len(set(names)) == len(names)
+
+
+def test_every_outcome_is_written_with_its_reason(section: Section, ledger: Ledger) -> None:
+    section(good=passing, bad=failing, lacking=skipping, broken=dividing)
+    run(["good", "bad", "lacking", "broken"], ledger)
+    records = ledger.records()
+    assert [each["status"] for each in records.values()] == [PASSED, FAILED, SKIPPED, FAILED]
+    assert records["made_up/bad"]["figures"] == {"figure": 2}
+    assert records["made_up/lacking"]["reason"] == "it lacks something"
+    assert records["made_up/broken"]["reason"].startswith("ZeroDivisionError")
+
+
+def test_what_is_not_reached_comes_first_next_time(section: Section, ledger: Ledger) -> None:
+    section(first=passing, second=failing, third=passing)
+    run(["first", "second"], ledger)
+    run(["third"], ledger, seconds=-1)
+    assert ledger.records()["made_up/third"]["status"] == NOT_REACHED
+    order = ledger.ordered("made_up", ["first", "second", "third"], TINY, (NOT_REACHED, FAILED, PASSED))
+    assert order == ["third", "second", "first"]
+
+
+def test_time_that_is_up_takes_back_no_verdict(section: Section, ledger: Ledger) -> None:
+    section(first=passing)
+    run(["first"], ledger)
+    run(["first"], ledger, seconds=-1)
+    assert ledger.records()["made_up/first"]["status"] == PASSED
+
+
+def test_a_quick_run_says_nothing_about_a_full_one(section: Section, ledger: Ledger) -> None:
+    section(first=passing)
+    run(["first"], ledger)
+    assert ledger.status("made_up/first", TINY) == PASSED
+    assert ledger.status("made_up/first", Machine("cpu", quick=False)) == NOT_REACHED
+
+
+def test_a_case_that_waits_lets_others_go_first(section: Section, ledger: Ledger) -> None:
+    done: list[int] = []
+
+    def waiting(_: Machine) -> dict[str, Any]:
+        if not done:
+            raise Later
+        return {}
+
+    def other(_: Machine) -> dict[str, Any]:
+        done.append(1)
+        return {}
+
+    section(waits=waiting, other=other)
+    run(["waits", "other"], ledger)
+    assert {each["status"] for each in ledger.records().values()} == {PASSED}
+
+
+def test_exits_with_one_and_a_sentence(
+    section: Section, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    section(good=passing, deadly=exiting, bad=failing)
+    given = ["accept.py", "--device", "cpu", "--quick", "--section", "made_up", "--missing", "--into", str(ledger.path)]
+    monkeypatch.setattr(sys, "argv", given)
+    assert accept.main() == 1
+    says = capfd.readouterr().err
+    assert "made_up/deadly failed: the process ended with 3 in it" in says
+    assert "made_up/bad failed: the figure is too large." in says
+    section(good=passing)
+    ledger.path.unlink()
+    assert accept.main() == 0
+    assert [each["status"] for each in json.loads(ledger.path.read_text()).values()] == [PASSED]
+
+
+def test_ends_what_runs_beyond_its_time(section: Section, ledger: Ledger) -> None:
+    section(good=passing, endless=sleeping)
+    accept.GRACE_SECONDS, before = 0.0, accept.GRACE_SECONDS
+    try:
+        accept.run_section("made_up", ["good", "endless"], TINY, ledger, time.monotonic() + 3)
+    finally:
+        accept.GRACE_SECONDS = before
+    assert [each["status"] for each in ledger.records().values()] == [PASSED, NOT_REACHED]
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(2, 1, 2), (7, 1, 7), (9, 2, 8), (12, 3, 10), (15, 4, 12)])
+def test_intervals_are_of_order_statistics(count: int, low: int, high: int) -> None:
+    assert section_step.interval([float(number) for number in range(1, count + 1)]) == (low, high)
