@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
+from environments import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "integration_tests" / "gpu"))
 
 import accept  # the folder of a script is where Python looks for what stands beside it

@@ -21,7 +21,7 @@ from torch.nn import functional
 from shard_core import plugins
 from shard_core.backend import POLICIES
 
-KITS_AT_ONCE, KIT_SECONDS, QUICK_PROMISE = 6, 330.0, "micro_batches_add_up"
+KITS_AT_ONCE, KIT_SECONDS, QUICK_PROMISE = 10, 330.0, "micro_batches_add_up"
 APART = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 """How far losses and weights may be apart, relatively, by the dtype that is computed in."""
 OPTIMIZERS = (

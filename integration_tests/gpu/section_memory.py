@@ -68,9 +68,11 @@ def peak(name: str, machine: Machine) -> dict[str, Any]:
 
 def _measure(build: Any, width: int, machine: Machine) -> tuple[int, int]:
     """Return what is allocated after setup, and at most in a step that is not the first, which makes the moments."""
-    cuda, loop = machine.device == "cuda", build()
+    cuda = machine.device == "cuda"
+    others = torch.cuda.memory_allocated() if cuda else 0
+    loop = build()
     free(machine)
-    before = torch.cuda.memory_allocated() if cuda else 0
+    before = torch.cuda.memory_allocated() - others if cuda else 0
     inputs = torch.ones(width, width, device=machine.device)
     for _ in range(STEPS):
         if cuda:
@@ -78,7 +80,7 @@ def _measure(build: Any, width: int, machine: Machine) -> tuple[int, int]:
         # A mean of values as they are: squaring them would keep them.
         loop.step(inputs)
     machine.synchronize()
-    most = torch.cuda.max_memory_allocated() if cuda else 0
+    most = torch.cuda.max_memory_allocated() - others if cuda else 0
     del loop
     free(machine)
     return before, most
