@@ -22,7 +22,7 @@ from typing import Any
 
 from cases import CUT_OFF, FAILED, NOT_REACHED, PASSED, SKIPPED, Ledger, Machine, run_cases
 
-SECTIONS = {"step": 480, "contract": 360, "memory": 90, "faults": 120, "checkpoint": 210, "several": 60}
+SECTIONS = {"step": 450, "contract": 450, "memory": 90, "faults": 120, "checkpoint": 180, "several": 10}
 """Seconds of each section when there is time for all; with ``--seconds`` they keep their proportions."""
 GRACE_SECONDS = 5.0
 FORK = multiprocessing.get_context("fork")  # torch is imported once, and CUDA is not touched before
