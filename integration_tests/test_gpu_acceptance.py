@@ -169,6 +169,18 @@ def test_exits_with_one_and_a_sentence(
     assert [each["status"] for each in json.loads(ledger.path.read_text()).values()] == [PASSED]
 
 
+def test_refuses_to_mix_quick_and_full_runs(
+    section: Section, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section(good=passing)
+    run(["good"], ledger)
+    monkeypatch.setattr(sys, "argv", ["accept.py", "--device", "cpu", "--into", str(ledger.path)])
+    with pytest.raises(SystemExit):
+        accept.main()
+    assert "give another file" in capsys.readouterr().err
+    assert ledger.status("made_up/good", TINY) == PASSED
+
+
 def test_ends_what_runs_beyond_its_time(section: Section, ledger: Ledger) -> None:
     section(good=passing, endless=sleeping)
     accept.GRACE_SECONDS, before = 0.0, accept.GRACE_SECONDS

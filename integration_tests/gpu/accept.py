@@ -97,7 +97,9 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=Path("gpu.json"), help="the JSON file, made or continued")
     parser.add_argument("--missing", action="store_true", help="do not run again what has passed")
     args = parser.parse_args()
-    ledger = Ledger(args.into)
+    ledger, kind = Ledger(args.into), (args.device, args.quick)
+    if any((each["on"], each["quick"]) != kind for each in ledger.records().values()):
+        parser.error(f"{args.into} is of runs on another type of device, or of quick ones; give another file.")
     run_all(args.section, Machine(args.device, args.quick), ledger, args.seconds, args.missing)
     records = {key: each for key, each in ledger.records().items() if key.partition("/")[0] in args.section}
     words = [each["status"] for each in records.values()]

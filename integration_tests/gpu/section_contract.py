@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -28,7 +29,7 @@ OPTIMIZERS = (
     functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
     functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-4),  # the usual eps is 0 in float16
 )
-_running: dict[str, Future[tuple[int, str, str]]] = {}
+_running: dict[str, Future[tuple[int, str, str, float]]] = {}
 
 
 def cases() -> list[Case]:
@@ -56,30 +57,31 @@ def judge(name: str, problem: str | None, machine: Machine) -> dict[str, Any]:
         raise Skipped(problem)
     if name in _running and not _running[name].done():
         raise Later
-    code, output, errors = _running.pop(name).result() if name in _running else run_kit(name, machine)
+    code, output, errors, seconds = _running.pop(name).result() if name in _running else run_kit(name, machine)
     if code not in (0, 1) or not output.startswith("["):
         raise Failed(f"the kit ended with {code}: {' '.join((errors.strip() or output).splitlines()[-1:])}")
     verdicts = json.loads(output)
     words = [each["status"] for each in verdicts]
     of = {word: {e["promise"]: e["reason"] for e in verdicts if e["status"] == word} for word in dict.fromkeys(words)}
     broken = of.get("broken", {})
-    figures = {"counts": {word: len(those) for word, those in of.items()}, "broken": broken}
-    figures["not_judged"] = of.get("not judged", {})
+    figures: dict[str, Any] = {"counts": {word: len(those) for word, those in of.items()}, "broken": broken}
+    figures |= {"not_judged": of.get("not judged", {}), "kit_seconds": round(seconds, 1)}
     if broken:
         raise Failed(f"{len(broken)} promises are broken: {', '.join(broken)}", figures)
     return figures
 
 
-def run_kit(name: str, machine: Machine) -> tuple[int, str, str]:
-    """Return the kit's exit code, and what it has written."""
+def run_kit(name: str, machine: Machine) -> tuple[int, str, str, float]:
+    """Return the kit's exit code, what it has written, and how long it took."""
     command = [sys.executable, "-m", "shard_core.testing", name, "--device", machine.device, "--world-sizes", "1"]
     command += ["--json", *(["--promise", QUICK_PROMISE] if machine.quick else [])]
     given = {"OMP_NUM_THREADS": "2", **os.environ}
+    began = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=KIT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return -1, "", f"it took longer than {KIT_SECONDS:.0f} s"
-    return done.returncode, done.stdout, done.stderr
+        return -1, "", f"it took longer than {KIT_SECONDS:.0f} s", KIT_SECONDS
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - began
 
 
 def collectives(machine: Machine) -> dict[str, Any]:
