@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from cases import CUT_OFF, FAILED, NOT_REACHED, PASSED, SKIPPED, Ledger, Machine, run_cases
 
 SECTIONS = {"step": 450, "contract": 450, "memory": 90, "faults": 120, "checkpoint": 180, "several": 10}
@@ -33,6 +34,8 @@ def work(section: str, names: Sequence[str], machine: Machine, ledger: Ledger, d
     own = multiprocessing.parent_process() is not None
     if own:
         os.setsid()
+    if machine.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device here; --device cpu --quick tries everything tiny without one.")
     module: Any = importlib.import_module(f"section_{section}")
     known = {case.name: case for case in module.cases()}
     if hasattr(module, "begin"):
@@ -44,8 +47,12 @@ def work(section: str, names: Sequence[str], machine: Machine, ledger: Ledger, d
         os._exit(0)  # threads that still wait for what is not reached are not waited for
 
 
-def run_section(section: str, names: Sequence[str], machine: Machine, ledger: Ledger, deadline: float) -> None:
-    """Run cases in a process of their own, the rest of them in another after one that ended it, until time is up."""
+def run_section(section: str, names: Sequence[str], machine: Machine, ledger: Ledger, deadline: float) -> list[str]:
+    """Run cases in a process of their own, the rest of them in another after one that ended it, until time is up.
+
+    Returns:
+        What went wrong outside of any case.
+    """
     left = list(names)
     while left and time.monotonic() < deadline:
         process = FORK.Process(target=work, args=(section, left, machine, ledger, deadline))
@@ -57,18 +64,20 @@ def run_section(section: str, names: Sequence[str], machine: Machine, ledger: Le
         process.kill()
         process.join()
         if not code:  # all done, or out of time
-            return
+            break
         records = ledger.records()
         cut = [name for name in left if records.get(f"{section}/{name}", {}).get("reason") == CUT_OFF]
         if not cut:
-            raise SystemExit(f"section {section} ended with {code} outside of any case.")
+            return [f"section {section} ended with {code} outside of any case"]
         key = f"{section}/{cut[0]}"
         ledger.write(key, **{**records[key], "status": FAILED, "reason": f"the process ended with {code} in it"})
         left = left[left.index(cut[0]) + 1 :]
+    return []
 
 
-def run_all(sections: Sequence[str], machine: Machine, ledger: Ledger, seconds: float, missing: bool) -> None:
+def run_all(sections: Sequence[str], machine: Machine, ledger: Ledger, seconds: float, missing: bool) -> list[str]:
     """Run what is new or was not reached, then what failed, section by section; then what time is left for."""
+    wrong: list[str] = []
     end, spare = time.monotonic() + seconds, 0.0
     scale = min(1.0, seconds / sum(SECTIONS[name] for name in sections))
     names = {each: [case.name for case in importlib.import_module(f"section_{each}").cases()] for each in sections}
@@ -77,13 +86,14 @@ def run_all(sections: Sequence[str], machine: Machine, ledger: Ledger, seconds: 
         began = time.monotonic()
         budget = SECTIONS[section] * scale + spare
         chosen = ledger.ordered(section, names[section], machine, (NOT_REACHED, FAILED, SKIPPED))
-        run_section(section, chosen, machine, ledger, min(began + budget, end))
+        wrong += run_section(section, chosen, machine, ledger, min(began + budget, end))
         spare = max(0.0, budget - (time.monotonic() - began))
     for section in sections:
         chosen = ledger.ordered(section, names[section], machine, [NOT_REACHED])
-        run_section(section, chosen, machine, ledger, end)
+        wrong += run_section(section, chosen, machine, ledger, end)
     for section in sections if not missing else ():
-        run_section(section, passed[section], machine, ledger, end)
+        wrong += run_section(section, passed[section], machine, ledger, end)
+    return wrong
 
 
 def main() -> int:
@@ -100,11 +110,11 @@ def main() -> int:
     ledger, kind = Ledger(args.into), (args.device, args.quick)
     if any((each["on"], each["quick"]) != kind for each in ledger.records().values()):
         parser.error(f"{args.into} is of runs on another type of device, or of quick ones; give another file.")
-    run_all(args.section, Machine(args.device, args.quick), ledger, args.seconds, args.missing)
+    wrong = run_all(args.section, Machine(args.device, args.quick), ledger, args.seconds, args.missing)
     records = {key: each for key, each in ledger.records().items() if key.partition("/")[0] in args.section}
     words = [each["status"] for each in records.values()]
     print(", ".join(f"{words.count(word)} {word}" for word in (PASSED, FAILED, SKIPPED, NOT_REACHED)), f"({args.into})")
-    wrong = [f"{key} failed: {each['reason']}" for key, each in records.items() if each["status"] == FAILED]
+    wrong += [f"{key} failed: {each['reason']}" for key, each in records.items() if each["status"] == FAILED]
     print(*wrong, sep="\n", file=sys.stderr)
     return 1 if wrong else 0
 

@@ -119,14 +119,14 @@ def run_cases(section: str, cases: Sequence[Case], machine: Machine, ledger: Led
             queue.append(case)
             time.sleep(0.1)
             continue
-        kind_of_machine = {
+        found_on = {
             "device": torch.cuda.get_device_name() if machine.device == "cuda" else "CPU",
             "torch": torch.__version__,
             "python": platform.python_version(),
             "date": time.strftime("%Y-%m-%d"),
             "seconds": round(time.monotonic() - began, 1),
         }
-        ledger.write(key, status=status, reason=reason, figures=figures, **kind, **kind_of_machine)
+        ledger.write(key, status=status, reason=reason, figures=figures, **kind, **found_on)
         yield case.name
 
 
