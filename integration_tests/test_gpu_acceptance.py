@@ -169,6 +169,14 @@ def test_exits_with_one_and_a_sentence(
     assert [each["status"] for each in json.loads(ledger.path.read_text()).values()] == [PASSED]
 
 
+def test_a_case_that_passed_before_may_end_its_process(section: Section, ledger: Ledger) -> None:
+    section(deadly=passing, good=passing)
+    run(["deadly", "good"], ledger)
+    section(deadly=exiting, good=failing)
+    assert accept.run_section("made_up", ["deadly", "good"], TINY, ledger, time.monotonic() + 30) == []
+    assert [each["status"] for each in ledger.records().values()] == [FAILED, FAILED]
+
+
 def test_refuses_to_mix_quick_and_full_runs(
     section: Section, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

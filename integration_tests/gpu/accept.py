@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import CUT_OFF, FAILED, NOT_REACHED, PASSED, SKIPPED, Ledger, Machine, run_cases
+from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Ledger, Machine, run_cases
 
 SECTIONS = {"step": 450, "contract": 450, "memory": 90, "faults": 120, "checkpoint": 180, "several": 10}
 """Seconds of each section when there is time for all; with ``--seconds`` they keep their proportions."""
@@ -59,18 +59,18 @@ def run_section(section: str, names: Sequence[str], machine: Machine, ledger: Le
         process.start()
         process.join(deadline + GRACE_SECONDS - time.monotonic())
         code = process.exitcode
+        assert process.pid
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
+        cut = [name for name in left if ledger.clear(f"{section}/{name}")]
         if not code:  # all done, or out of time
             break
-        records = ledger.records()
-        cut = [name for name in left if records.get(f"{section}/{name}", {}).get("reason") == CUT_OFF]
         if not cut:
             return [f"section {section} ended with {code} outside of any case"]
-        key = f"{section}/{cut[0]}"
-        ledger.write(key, **{**records[key], "status": FAILED, "reason": f"the process ended with {code} in it"})
+        key, why = f"{section}/{cut[0]}", f"the process ended with {code} in it"
+        ledger.write(key, **{**ledger.records()[key], "status": FAILED, "reason": why})
         left = left[left.index(cut[0]) + 1 :]
     return []
 

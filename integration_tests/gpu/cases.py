@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 PASSED, FAILED, SKIPPED, NOT_REACHED = "passed", "failed", "skipped", "not reached"
-TIME_UP, CUT_OFF = "the time was up", "it was running when the run ended"
 
 
 class Failed(Exception):
@@ -85,6 +84,14 @@ class Ledger:
         draft.write_text(json.dumps({**self.records(), key: record}, indent=1) + "\n")
         os.replace(draft, self.path)
 
+    def clear(self, key: str) -> bool:
+        """Return whether a case was running, and write that it is no more."""
+        record = self.records().get(key, {})
+        was_running = record.pop("running", False)
+        if was_running:
+            self.write(key, **record)
+        return bool(was_running)
+
     def status(self, key: str, machine: Machine) -> str:
         """Return how a case ended on a machine of this kind; a quick run says nothing about a full one."""
         record = self.records().get(key, {})
@@ -102,20 +109,18 @@ def run_cases(section: str, cases: Sequence[Case], machine: Machine, ledger: Led
     kind = {"on": machine.device, "quick": machine.quick}
     new = [each.name for each in cases if ledger.status(f"{section}/{each.name}", machine) == NOT_REACHED]
     for name in new:
-        ledger.write(f"{section}/{name}", status=NOT_REACHED, reason=TIME_UP, **kind)
+        ledger.write(f"{section}/{name}", status=NOT_REACHED, reason="the time was up", **kind)
     queue = list(cases)
     while queue:
         case = queue.pop(0)
         key, began = f"{section}/{case.name}", time.monotonic()
         if deadline - began < (case.seconds if machine.judges else 0.0):
             continue
-        if case.name in new:
-            ledger.write(key, status=NOT_REACHED, reason=CUT_OFF, **kind)
+        ledger.write(key, **{**ledger.records()[key], "running": True})
         try:
             status, reason, figures = _outcome(case, machine)
         except Later:
-            if case.name in new:
-                ledger.write(key, status=NOT_REACHED, reason=TIME_UP, **kind)
+            ledger.clear(key)
             queue.append(case)
             time.sleep(0.1)
             continue
