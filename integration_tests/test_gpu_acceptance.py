@@ -122,6 +122,12 @@ def test_what_is_not_reached_comes_first_next_time(section: Section, ledger: Led
     assert order == ["third", "second", "first"]
 
 
+def test_sections_for_which_there_is_no_time_are_written_too(section: Section, ledger: Ledger) -> None:
+    section(first=passing)
+    accept.run_all(["made_up"], TINY, ledger, seconds=-1.0, missing=False)
+    assert [each["status"] for each in ledger.records().values()] == [NOT_REACHED]
+
+
 def test_time_that_is_up_takes_back_no_verdict(section: Section, ledger: Ledger) -> None:
     section(first=passing)
     run(["first"], ledger)

@@ -83,6 +83,8 @@ def run_all(sections: Sequence[str], machine: Machine, ledger: Ledger, seconds: 
     names = {each: [case.name for case in importlib.import_module(f"section_{each}").cases()] for each in sections}
     passed = {each: ledger.ordered(each, names[each], machine, [PASSED]) for each in sections}
     for section in sections:
+        ledger.announce(section, names[section], machine)
+    for section in sections:
         began = time.monotonic()
         budget = SECTIONS[section] * scale + spare
         chosen = ledger.ordered(section, names[section], machine, (NOT_REACHED, FAILED, SKIPPED))

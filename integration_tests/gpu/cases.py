@@ -98,6 +98,12 @@ class Ledger:
         alike = (record.get("on"), record.get("quick")) == (machine.device, machine.quick)
         return str(record["status"]) if alike else NOT_REACHED
 
+    def announce(self, section: str, names: Sequence[str], machine: Machine) -> None:
+        """Write that cases without an outcome are not reached, which holds until they are."""
+        for name in self.ordered(section, names, machine, [NOT_REACHED]):
+            kind = {"on": machine.device, "quick": machine.quick}
+            self.write(f"{section}/{name}", status=NOT_REACHED, reason="the time was up", **kind)
+
     def ordered(self, section: str, names: Sequence[str], machine: Machine, among: Sequence[str]) -> list[str]:
         """Choose the cases of some statuses: in the order of the statuses, within each in order of worth."""
         statuses = {name: self.status(f"{section}/{name}", machine) for name in names}
@@ -107,9 +113,7 @@ class Ledger:
 def run_cases(section: str, cases: Sequence[Case], machine: Machine, ledger: Ledger, deadline: float) -> Iterator[str]:
     """Run cases until ``time.monotonic()`` reaches the deadline, write how each ended, and yield its name."""
     kind = {"on": machine.device, "quick": machine.quick}
-    new = [each.name for each in cases if ledger.status(f"{section}/{each.name}", machine) == NOT_REACHED]
-    for name in new:
-        ledger.write(f"{section}/{name}", status=NOT_REACHED, reason="the time was up", **kind)
+    ledger.announce(section, [case.name for case in cases], machine)
     queue = list(cases)
     while queue:
         case = queue.pop(0)
