@@ -75,7 +75,7 @@ def run_kit(name: str, machine: Machine) -> tuple[int, str, str, float]:
     """Return the kit's exit code, what it has written, and how long it took."""
     command = [sys.executable, "-m", "shard_core.testing", name, "--device", machine.device, "--world-sizes", "1"]
     command += ["--json", *(["--promise", QUICK_PROMISE] if machine.quick else [])]
-    given = {"OMP_NUM_THREADS": "2", **os.environ}
+    given = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ}
     began = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=KIT_SECONDS, check=False)
