@@ -70,7 +70,12 @@ def why_not_elementwise(
     try:
         groups = dict.fromkeys(_Group.of(group, optimizer.defaults, settings) for group in optimizer.param_groups)
         kept = {name: value for name, value in vars(optimizer).items() if name not in _held_by_all()}
-        return _verdict(kind, _Settings.of(optimizer.defaults), _Settings.of(kept), tuple(groups), device)
+        about = _Settings.of(optimizer.defaults), _Settings.of(kept)
+        try:
+            return _verdict(kind, *about, tuple(groups), device)
+        finally:
+            for each in (*about, *(group.settings for group in groups)):
+                each.values.clear()  # the cache outlives optimizers, and what they keep
     except Exception as error:  # noqa: BLE001 - whatever strangers' settings raise, they cannot be tried
         return f"its settings cannot be tried out ({named(error)})"
 
@@ -80,11 +85,11 @@ class _Settings:
     """Settings of an optimizer that compare by their text, so that verdicts can be cached."""
 
     text: str
-    values: Mapping[str, Any] = dataclasses.field(compare=False)
+    values: dict[str, Any] = dataclasses.field(compare=False)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> _Settings:
-        return cls(repr(sorted((name, repr(value)) for name, value in values.items())), values)
+        return cls(repr(sorted((name, repr(value)) for name, value in values.items())), dict(values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,9 +219,9 @@ class _Piece:
 
 @functools.cache
 def _held_by_all() -> frozenset[str]:
-    """List what every optimizer has, or schedulers give it, beside its class's own attributes; hooks are not run."""
+    """List what every optimizer has, or schedulers and setup give it, beside its class's own; hooks are not run."""
     # Not while this is imported: torch's first optimizer imports its compiler, which takes longer than all else.
-    return frozenset({*vars(torch.optim.SGD([torch.zeros(())])), "step", "_step_count", "_opt_called"})
+    return frozenset({*vars(torch.optim.SGD([torch.zeros(())])), "step", "zero_grad", "_step_count", "_opt_called"})
 
 
 def _shared(optimizer: torch.optim.Optimizer) -> list[Any]:

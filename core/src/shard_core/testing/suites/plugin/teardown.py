@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,8 +18,6 @@ from shard_core.testing.suites.training.runs import BATCH
 from shard_core.testing.training import set_up
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shard_core.strategy import Strategy
     from shard_core.testing.strategy_under_test import Ranks, Subject
 
@@ -34,22 +32,22 @@ class Teardown(Suite):
     @pytest.mark.parametrize("how", ["stepped", "two forwards", "pending", "shown"])
     @promise(after=("averages_gradients",), every_size=False)
     def test_teardown_lets_go_of_the_module(self, ranks: Ranks, how: str) -> None:
-        """After teardown a module is freed with the user's last name for it, whatever it was trained by before.
+        """After teardown a module is freed with the user's last name for it, and its optimizer with all that it keeps.
 
         Usual cause:
             A hook, a cache or a registry of a library that outlives the strategy leads to the module; a sweep in one
             process keeps the memory of every model it has tried.
         """
         for held in ranks.run(train_and_leave, how):
-            assert not any(held), f"of {len(held)} modules, one after the other, the strategy still holds {held}"
+            assert not any(held), f"of modules and optimizers, one after the other, the strategy still holds {held}"
 
 
 def train_and_leave(subject: Subject, how: str) -> list[bool]:
-    """Train modules, each under a strategy of its own; return which of them are held afterwards."""
-    trained: list[weakref.ref[nn.Module]] = []
+    """Train modules, each under a strategy of its own; return which of them, and of optimizers, are held afterwards."""
+    trained: list[weakref.ref[Any]] = []
     for _ in range(_MODULES):
         with subject.strategy() as strategy:
-            trained.append(_trained(strategy, how))
+            trained += _trained(strategy, how)
         del strategy
     end = time.monotonic() + _SECONDS
     while _held(trained) and time.monotonic() < end:
@@ -57,14 +55,14 @@ def train_and_leave(subject: Subject, how: str) -> list[bool]:
     return [each() is not None for each in trained]
 
 
-def _held(trained: list[weakref.ref[nn.Module]]) -> bool:
-    """Collect garbage and return whether a module is held all the same."""
+def _held(trained: list[weakref.ref[Any]]) -> bool:
+    """Collect garbage and return whether something is held all the same."""
     gc.collect()
     return any(each() is not None for each in trained)
 
 
-def _trained(strategy: Strategy, how: str) -> weakref.ref[nn.Module]:
-    """Train a module in one way and return a weak reference to it."""
+def _trained(strategy: Strategy, how: str) -> list[weakref.ref[Any]]:
+    """Train a module in one way and return weak references to it and its optimizer."""
     model, optimizer = set_up(strategy, "plain", "sgd")
     first, second = (models.share_of(strategy, each) for each in models.batches("plain", 2, BATCH))
     loss = model(*first) + model(*second) if how == "two forwards" else model(*first)
@@ -75,4 +73,4 @@ def _trained(strategy: Strategy, how: str) -> weakref.ref[nn.Module]:
     if how == "shown":
         strategy.module_state_dict(model)
         strategy.optimizer_state_dict(optimizer)
-    return weakref.ref(strategy.unwrap(model))
+    return [weakref.ref(strategy.unwrap(model)), weakref.ref(optimizer)]
