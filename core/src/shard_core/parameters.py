@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,24 +49,30 @@ def plain_name(name: str) -> str:
 class ParameterNames:
     """The names a module's parameters had at one moment, tied ones under several names.
 
-    The parameter objects are kept alive, so that an identity names one parameter only.
+    The parameters are kept alive until ``let_go``: what a sharded module had before is all of it, on every rank.
 
     Args:
         module: Any module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        self._names: dict[int, list[str]] = {}
+        self._held: list[nn.Parameter] = []
+        self._references: dict[int, weakref.ref[nn.Parameter]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._owners.setdefault(id(parameter), (parameter, []))[1].append(plain_name(name))
+            if parameter not in self:
+                self._held.append(parameter)
+                self._references[id(parameter)] = weakref.ref(parameter)
+            self._names.setdefault(id(parameter), []).append(plain_name(name))
 
     def __contains__(self, parameter: object) -> bool:
         """Return whether the module had this very parameter."""
-        return id(parameter) in self._owners
+        known = self._references.get(id(parameter))
+        return known is not None and known() is parameter  # an identity may be another's once the first is gone
 
     def of(self, parameter: torch.Tensor) -> str:
         """Return the first name of a parameter the module had."""
-        return self._owners[id(parameter)][1][0]
+        return self._names[id(parameter)][0]
 
     def find(self, parameter: torch.Tensor) -> str | None:
         """Return the first name of a parameter; None if the module did not have it."""
@@ -74,11 +81,15 @@ class ParameterNames:
     @property
     def ties(self) -> list[list[str]]:
         """The names of each parameter that has several."""
-        return [names for _, names in self._owners.values() if len(names) > 1]
+        return [names for names in self._names.values() if len(names) > 1]
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Iterate over the parameters, each once."""
-        return (parameter for parameter, _ in self._owners.values())
+        return iter(self._held)
+
+    def let_go(self) -> None:
+        """Keep no parameter alive any more; those that others keep, such as an optimizer of before, are still known."""
+        self._held.clear()
 
     def repoint(
         self,

@@ -267,6 +267,7 @@ class StrategySetup(StrategyLifecycle):
             known.hooks.append(
                 SynchronizedInit(module, spread={each for each, part in parts.items() if 0 not in part.shape})
             )
+        names.let_go()
         self._registry.add(known)
         known.note_parameters(part.values for part in parts.values())
         return called
