@@ -80,7 +80,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -273,7 +273,7 @@ def remove_gradient_hooks(tensor: torch.Tensor) -> None:
     tensor._backward_hooks = None
 
 
-def shards_and_unsharded(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter | None]]:
+def shards_and_unsharded(module: object) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter | None]]:
     """Iterate over a unit's shards, each with what the unit has computed with so far; nothing of other modules."""
     parameters = (each for group in _unit_groups(module) for each in group.fsdp_params)
     return ((each.sharded_param, getattr(each, "_unsharded_param", None)) for each in parameters)
@@ -294,9 +294,9 @@ def is_gathered(module: torch.nn.Module) -> bool:
     return any(group.is_unsharded for group in _unit_groups(module))
 
 
-def left_gradients(module: torch.nn.Module) -> bool:
+def left_gradients(units: Iterable[object]) -> bool:
     """Return whether a unit has kept whole gradients after a backward, of whose end it was not told."""
-    groups = (group for part in module.modules() for group in _unit_groups(part) if group.is_unsharded)
+    groups = (group for part in units for group in _unit_groups(part) if group.is_unsharded)
     parameters = (parameter for group in groups for parameter in group.fsdp_params)
     return any(
         getattr(each, "_unsharded_param", None) is not None and each._unsharded_param.grad is not None
@@ -304,7 +304,7 @@ def left_gradients(module: torch.nn.Module) -> bool:
     )
 
 
-def freeze_unsharded(module: torch.nn.Module) -> None:
+def freeze_unsharded(module: object) -> None:
     """Freeze what a unit has gathered for its backward where the shard was frozen since, as torch does at a gather."""
     for group in _unit_groups(module):
         for parameter in group.fsdp_params:
@@ -344,7 +344,7 @@ def begin_anew(module: Any) -> None:
         module._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def _unit_groups(module: torch.nn.Module) -> list[Any]:
+def _unit_groups(module: object) -> list[Any]:
     find: Any = getattr(module, "_get_fsdp_state", None)  # importing the class only to ask takes long
     if find is None:
         return []

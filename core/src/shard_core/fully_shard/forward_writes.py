@@ -140,21 +140,23 @@ class _Gathered:
 
     def written(self) -> bool:
         """Return whether it was seen to be written to since this was last asked; ``own`` has the values then."""
-        local = _local(self._tensor)
-        exchanged = local.data_ptr() != self.own.data_ptr()
+        exchanged = _held(self._tensor).data_ptr() != self.own.data_ptr()
         if exchanged:
-            self.own.copy_(local)
+            self.own.copy_(_local(self._tensor))
             _exchange(self._tensor, self.own)
         before, self._changes = self._changes, self._count()
         return exchanged or before != self._changes
 
     def _count(self) -> tuple[int | None, ...]:
-        return version_of(self._tensor), version_of(_held(self._tensor))
+        held = _held(self._tensor)
+        return version_of(self._tensor), None if held is self._tensor else version_of(held)
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():  # else a DTensor shows a view
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else it shows a view
+        return tensor.to_local()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

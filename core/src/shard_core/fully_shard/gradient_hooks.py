@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 from shard_core._versions import gradient_hooks, shards_and_unsharded
 from shard_core.errors import SetupError
+from shard_core.fully_shard.units import sharded_parts
 from shard_core.gradients import MovedHooks, call_hooks, move_hooks
 from shard_core.parameters import plain_name
 
@@ -53,7 +54,7 @@ class GradientHooks:
     def begin_backward(self) -> None:
         """Attach the hooks that shards have now to what computes, when a backward begins."""
         module = self._module()
-        parts = () if module is None else module.modules()
+        parts = () if module is None else sharded_parts(module)
         for shard, unsharded in itertools.chain.from_iterable(map(shards_and_unsharded, parts)):
             if gradient_hooks(shard):
                 self._follow(shard, unsharded)

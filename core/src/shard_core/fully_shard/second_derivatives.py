@@ -88,7 +88,7 @@ class SecondDerivatives:
         if not self.pending:
             return
         self.pending = False
-        left = not deferred and left_gradients(self._module)
+        left = not deferred and left_gradients(sharded_parts(self._module))
         cast("FSDPModule", self._module).set_reshard_after_backward(True)
         for part in sharded_parts(self._module):
             part.reshard()

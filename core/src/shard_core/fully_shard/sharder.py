@@ -143,7 +143,9 @@ class FullySharder:
             lay_out(module)
         units = self._units(module)
         self._shard(module, units, kept)
-        values.allocate(device, parameters=torch.device("cpu") if self._offloads else device)
+        values.allocate(
+            device, parameters=torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device
+        )
         for parameter in _unsharded(module, kept):
             parameter.data = parameter.data.to(device)
         values.pop_optimizer_state(optimizers)
@@ -161,7 +163,8 @@ class FullySharder:
         self._hooks[module] = GradientHooks(module)
         self._hooks[module].move(names)
         self._writes[module] = ForwardWrites(module, units, self._mesh)
-        self._calls[module] = EntryMethods(module, units, self._hooks[module].begin_backward, self._writes[module])
+        follow = functools.partial(self._begin_plain_backward, self._hooks[module])
+        self._calls[module] = EntryMethods(module, units, follow, self._writes[module])
         list_shards(module, self._calls[module])
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
@@ -233,7 +236,7 @@ class FullySharder:
             writes.take()
         self._drop_discarded()
         for sharded in self._gradients:
-            for part in sharded.modules():
+            for part in sharded_parts(sharded):
                 freeze_unsharded(part)
         begun: tuple[DeferredGradients | GradientHooks | DeferredSync, ...]
         begun = (*self._gradients.values(), *self._hooks.values(), *self._syncs.values())
@@ -241,6 +244,10 @@ class FullySharder:
             each.begin_backward()
         for calls in self._calls.values():
             calls.second_derivatives.gather()
+
+    def _begin_plain_backward(self, hooks: GradientHooks) -> None:
+        if not self._in_backward:  # which has begun with them
+            hooks.begin_backward()
 
     def _check_backward(self, parameter: torch.Tensor) -> None:
         """Refuse a gradient of what is whole on every rank where nothing would average it."""
@@ -281,7 +288,7 @@ class FullySharder:
     def _check_left(self) -> None:
         """Check that no unit has kept gradients since nothing told it of the backward's end."""
         for sharded, gradients in self._gradients.items():
-            if sharded not in self._deferring and not gradients.wait and left_gradients(sharded):
+            if sharded not in self._deferring and not gradients.wait and left_gradients(sharded_parts(sharded)):
                 raise SetupError(
                     f"the loss came through {type(sharded).__name__.removeprefix('FSDP')}, but not through what its "
                     "forward has returned, so its gradients are left on their rank; return what the loss is computed "
@@ -329,10 +336,6 @@ class FullySharder:
                 if module in self._syncs:
                     self._syncs[module].forget()
                 gradients.drop(module)
-
-    @property
-    def _offloads(self) -> bool:
-        return isinstance(self._offload, CPUOffloadPolicy)
 
     def _shard(self, module: torch.nn.Module, units: Sequence[Unit], kept: Collection[str]) -> None:
         shard = functools.partial(

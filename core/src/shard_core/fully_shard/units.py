@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
+_parts: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[FSDPModule]]] = weakref.WeakKeyDictionary()
+"""Asked several times in a step, of modules with hundreds of submodules."""
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:
     """List the parts of a module that torch gathers by themselves, which ``fully_shard`` has made of units."""
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    known = _parts.get(module)
+    if known is None:
+        parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        if not isinstance(module, FSDPModule):  # the last to be sharded
+            return parts
+        known = _parts[module] = [weakref.ref(part) for part in parts]
+    return [part for each in known if (part := each()) is not None]
 
 
 @dataclasses.dataclass(frozen=True)
