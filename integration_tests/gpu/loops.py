@@ -118,7 +118,7 @@ class Size:
     batch: int
 
 
-BILLION = Size(2048, 5632, 22, 32, 4, 32000, 2048, 2)
+BILLION = Size(2048, 5632, 22, 32, 4, 32000, 2048, 8)
 SMALL = Size(768, 2048, 12, 12, 12, 32000, 512, 2)  # several blocks make 64 MiB here
 TINY = Size(64, 128, 2, 4, 2, 256, 32, 2)
 

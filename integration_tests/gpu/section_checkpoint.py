@@ -25,7 +25,7 @@ BLOCKED = "async save: ours, blocked"
 
 def cases() -> list[Case]:
     """List the cases."""
-    return [Case("fsdp", saves, 75)]
+    return [Case("fsdp", saves, 60)]
 
 
 def saves(machine: Machine) -> dict[str, Any]:

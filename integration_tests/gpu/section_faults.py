@@ -14,7 +14,7 @@ from torch import nn
 
 from shard_core.errors import NonFiniteGradient
 
-TOO_MANY_BYTES, RANK_SECONDS = 2**50, 60
+TOO_MANY_BYTES, RANK_SECONDS = 2**50, 150
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
@@ -23,12 +23,12 @@ def cases() -> list[Case]:
     of = functools.partial
     return [
         *(Case(f"out of memory in forward, {name}", of(out_of_memory, name, False), 5) for name in ("fsdp", "ddp")),
-        Case("hung NCCL collective", of(ends, "hung", 1, "timeout|timed out"), 40),
         *(Case(f"out of memory in backward, {name}", of(out_of_memory, name, True), 5) for name in ("fsdp", "ddp")),
         Case("rank killed", of(ends, "killed", 2, "peer|closed|reset"), 30),
         *(Case(f"NaN, {name}", of(not_a_number, name), 4) for name in ("bf16-mixed", "16-mixed")),
         Case("illegal index", of(ends, "illegal", 1, "device-side assert|out of range"), 25),
         Case("rank that does not come, gloo", of(ends, "hung", 2, "timeout|timed out|did not"), 40),
+        Case("hung NCCL collective", of(ends, "hung", 1, "timeout|timed out"), RANK_SECONDS),
     ]
 
 
