@@ -81,7 +81,7 @@ def compare(kind: Kind, size: Size, machine: Machine, *, steps: int = 2, rounds:
     low, high = figures["interval"]
     if not figures["losses_apart"] <= LOSSES_APART:
         raise Failed(f"the losses of the two loops are {figures['losses_apart']:.1e} apart", figures)
-    if machine.judges and high > BOUND:
+    if machine.judges and size is BILLION and high > BOUND:  # of less, the host's noise is the most
         times = f"{figures['ratio']:.3f} ({low:.3f} to {high:.3f})"
         raise Failed(f"a step takes {times} times that of the loop by hand, allowed {BOUND}", figures)
     return figures
