@@ -33,7 +33,7 @@ ROOMS = {
 #: What only one engine has, and so no room of the house is for.
 OWN_ROOMS = {
     "shard_tp": {"adapters", "consistency", "dropout", "plan"},
-    "shard_deepspeed": {"engine_config", "zero"},
+    "shard_deepspeed": {"engine_config", "own_device", "zero"},
 }
 TORCHLESS = (
     *("capability", "coordinator", "errors", "options", "plugins", "strategies.plugin"),
