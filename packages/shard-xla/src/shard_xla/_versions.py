@@ -207,6 +207,12 @@ def send_gradients(unit: Any, wholes: Sequence[torch.Tensor]) -> None:
     unit.training_state = before
 
 
+def end_backward(root: Any) -> None:
+    """Have the units of a module be as they are after a backward."""
+    if root._output_pre_backward_hook_registered is not None:  # a forward has run
+        root._wait_for_post_backward()
+
+
 def forget_full_parameters(unit: Any) -> None:
     """Make the next forward gather a unit's parameters anew."""
     if any(whole._has_full_param for whole in unit.full_params):

@@ -144,6 +144,13 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         for hooks in self._hooks():
             hooks.end_backward()
 
+    def engine_drop_unfinished(self) -> None:
+        """Throw away what waits to be sent, and have units begin anew."""
+        for message in self._messages():
+            message.drop()
+        for hooks in self._hooks():
+            hooks.drop_unfinished()
+
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Return this rank's ranges of the gradients; their padding is zero."""
         for hooks in self._hooks():

@@ -107,6 +107,12 @@ class FullParameterHooks:
             elif kept and self._prepared:
                 _versions.send_gradients(unit, [parameter.full for parameter in kept])
 
+    def drop_unfinished(self) -> None:
+        """Throw away all gradients, and end a backward that an exception has ended."""
+        for parameter in self._parameters:
+            parameter.drop_gradient()
+        _versions.end_backward(self.root)
+
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that no gradient is still kept on this rank of what an optimizer steps.
 
