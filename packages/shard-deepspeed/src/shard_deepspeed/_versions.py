@@ -34,7 +34,8 @@ go when DeepSpeed exposes a parameter's shard, and takes changed ones, in public
 They can go when what ``register_external_parameter`` is told in a forward is there until the end of that forward.
 
 ``applied_pre_backward_ref_cnt`` and ``ds_grads_remaining`` of a submodule: for how many backwards stage 3 gathers it,
-and when it lets go. They can go when a second backward through a graph finds parameters by itself.
+and when it lets go; ``pre_sub_module_backward_function``, which gathers it. They can go when a second backward through
+a graph, and one from tensors inside objects, find parameters by themselves.
 
 ``persistent_parameters`` of the optimizer of stage 3, ``is_external_param`` of a parameter: what is whole between
 steps, once it was gathered, and what submodules do not let go of. They can go when that is so from the beginning, and
@@ -299,6 +300,20 @@ def backwards_uncounted(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for part, counted in zip(parts, before, strict=True):
             part.update(counted)
+
+
+def announce_backward(zero: Any, module: Any, tensor: torch.Tensor) -> None:
+    """Have a module's backward at stage 3 begin where one comes to a tensor, as it does at what a forward returns."""
+
+    def begin(gradient: torch.Tensor) -> None:
+        del gradient
+        if module.applied_pre_backward_ref_cnt > 0:
+            module.applied_pre_backward_ref_cnt -= 1
+            zero.parameter_offload.pre_sub_module_backward_function(module)
+
+    if tensor.grad_fn is not None:
+        module.applied_pre_backward_ref_cnt = getattr(module, "applied_pre_backward_ref_cnt", 0) + 1
+        tensor.register_hook(begin)
 
 
 def gather_persistent(zero: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shard_core import SetupError
-from shard_core.backend import COUNTERS, LocalGradient, NoInferenceMode, ReplacementCheck
+from shard_core.backend import COUNTERS, LocalGradient, NoInferenceMode, ReplacementCheck, inside_objects
 from shard_deepspeed import _versions
 from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
@@ -66,6 +66,7 @@ class ZeroModule:
         ]
         if self._layout.lets_go:
             self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
+            self._hooks.append(module.register_forward_hook(self._end_forward))
             gather_listed(module)
         # Before DeepSpeed's own, which gathers parameters of the module itself over what was written to them.
         self._hooks.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
@@ -206,6 +207,12 @@ class ZeroModule:
             self._placed.check()
             self.copy_writes()
             _versions.gather_persistent(self.engine.optimizer)
+
+    def _end_forward(self, module: torch.nn.Module, args: object, output: Any) -> None:
+        """Announce backwards from tensors inside objects, in which DeepSpeed looks for none."""
+        del args
+        for tensor in inside_objects(output):
+            _versions.announce_backward(self.engine.optimizer, module, tensor)
 
     def follow_gradients(self) -> None:
         """Drop gradients that the module's parameters show no more."""
