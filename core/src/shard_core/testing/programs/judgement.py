@@ -48,7 +48,11 @@ _SETTLES = 10.0
 wrong for float32 alone is right there."""
 _NEVER_RIGHT = ("CheckpointNotFound", "CheckpointCorrupted")
 """No refusal: a program loads what it has saved."""
-_SETS_RATES = (ops.ChangeLearningRate, ops.StepScheduler)
+_SETS: dict[str, tuple[type[Any], ...]] = {
+    "rates": (ops.ChangeLearningRate, ops.StepScheduler),
+    "weights": (ops.EditWeights, ops.Initialize, ops.LoadStateDict),
+}
+"""What sets values without showing them, or may."""
 #: What has its dtype from the precision.
 _DTYPES = ("weights", "state", "gradients")
 #: What a rank shows that is the same on all, or its own; the rest is shown by rank 0 alone.
@@ -180,10 +184,9 @@ def _changed(program: Program, trace: Trace) -> str:
         if shown is None:  # state that there was none of
             return key
         since = program.operations[shown + 1 : trace.stop.at]
-        by_user = key.startswith("rates") and any(isinstance(each, _SETS_RATES) for each in since)
-        if not by_user and not _as_before(
-            key, torch.as_tensor(trace.shown[shown - trace.begin][key]), torch.as_tensor(value)
-        ):
+        by_user = any(isinstance(each, _SETS.get(key.partition(".")[0], ())) for each in since)
+        before = torch.as_tensor(trace.shown[shown - trace.begin][key])
+        if not by_user and not _as_before(key, before, torch.as_tensor(value)):
             return key
     return ""
 
@@ -194,8 +197,8 @@ def _has_own_kernels(program: Program) -> bool:
 
 
 def _as_before(key: str, before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Check that a tensor is as it was, or is a buffer, which forwards since then have moved on."""
-    return torch.equal(before, after) or "running" in key or "tracked" in key or "calls" in key
+    """Check that a tensor is as it was, or is what forwards change: a buffer, or the weight of such a part."""
+    return torch.equal(before, after) or any(name in key for name in ("running", "tracked", "calls", ".clamped."))
 
 
 def _compare(
