@@ -208,8 +208,8 @@ def send_gradients(unit: Any, wholes: Sequence[torch.Tensor]) -> None:
 
 
 def end_backward(root: Any) -> None:
-    """Have the units of a module be as they are after a backward."""
-    if root._output_pre_backward_hook_registered is not None:  # a forward has run
+    """Have the units of a module be as they are after a backward, if one has begun and not ended."""
+    if root.training_state.name != "IDLE":
         root._wait_for_post_backward()
 
 
