@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shard_core import SetupError
-from shard_core.backend import move_hooks
+from shard_core.backend import inside_objects, move_hooks
 from shard_xla import _versions
 from shard_xla.collectives import ReduceScatter
 from shard_xla.strategy.full_parameter import FullParameter
@@ -156,7 +156,7 @@ class FullParameterHooks:
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         del root, args
         if torch.is_grad_enabled():
-            for tensor in pytree.tree_leaves(output):
+            for tensor in pytree.tree_leaves([inside_objects(output), output]):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._before_backward)
 
