@@ -71,7 +71,13 @@ class ParameterNames:
         return known is not None and known() is parameter  # an identity may be another's once the first is gone
 
     def of(self, parameter: torch.Tensor) -> str:
-        """Return the first name of a parameter the module had."""
+        """Return the first name of a parameter the module had.
+
+        Raises:
+            KeyError: If it did not have it.
+        """
+        if parameter not in self:
+            raise KeyError(f"no parameter of the module has shape {tuple(parameter.shape)} and this identity")
         return self._names[id(parameter)][0]
 
     def find(self, parameter: torch.Tensor) -> str | None:
