@@ -122,7 +122,7 @@ def ends(mode: str, ranks: int, words: str, machine: Machine) -> dict[str, Any]:
     began = time.monotonic()
     (code, text), *_ = run_ranks(mode, ranks, machine.device, RANK_SECONDS)
     lines = [line[:300] for line in text.splitlines() if any(word in line.lower() for word in words.split("|"))]
-    figures = {"exit": code, "seconds": round(time.monotonic() - began, 1), "says": lines[-2:]}
+    figures = {"exit": code, "seconds": round(time.monotonic() - began, 1), "says": lines[:2]}
     if code is None:
         raise Failed(f"rank 0 was still there after {RANK_SECONDS} s", figures)
     if code == 0 or not lines:
