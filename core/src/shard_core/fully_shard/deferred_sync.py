@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,10 +82,12 @@ class _Group:
         self._reached.clear()
         for parameter in unsharded_parameters(self._unit):
             if parameter not in self._watched and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._note)
+                # Garbage collection does not see what such a hook holds: with the unit, it would hold the whole model.
+                parameter.register_post_accumulate_grad_hook(functools.partial(_note, weakref.ref(self)))
                 self._watched.add(parameter)
 
-    def _note(self, parameter: torch.Tensor) -> None:
+    def note(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter was given a gradient."""
         if parameter.requires_grad:  # torch calls hooks of what was frozen after its forward, too
             self._reached.add(parameter)
 
@@ -102,6 +106,13 @@ class _Group:
         if self._reached:
             self.pending = set(self._reached) if deferred else set()
         return None
+
+
+def _note(group: weakref.ref[_Group], parameter: torch.Tensor) -> None:
+    """Tell a unit's parameters, if they are still there, of a gradient."""
+    here = group()
+    if here is not None:
+        here.note(parameter)
 
 
 class _Shown(NamedTuple):

@@ -23,6 +23,7 @@ ROGUES = {
     "shows_doubles": "setup weights",
     "shows_weights_everywhere": "setup weights",
     "loses_checkpoints": "Load CheckpointNotFound",
+    "holds_modules": "held after teardown",
 }
 
 

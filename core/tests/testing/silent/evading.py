@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -70,6 +70,16 @@ class ShowsWeightsEverywhere(DDPStrategy):
     def module_state_dict(self, module: Any, full: bool = True) -> dict[str, torch.Tensor]:
         shown = super().module_state_dict(module, full)
         return self.broadcast(shown) if full else shown
+
+
+class HoldsModules(DDPStrategy):
+    """Keeps what it has set up when it is torn down, as a cache of a library does."""
+
+    _held: ClassVar[list[torch.nn.Module]] = []
+
+    def _set_up(self, module: torch.nn.Module, *more: Any) -> torch.nn.Module:
+        self._held.append(module)
+        return super()._set_up(module, *more)
 
 
 class LosesCheckpoints(DDPStrategy):

@@ -28,5 +28,6 @@ FACTORIES = {
     **_at("loading", "saves_last_ranks_buffers", "restores_torch_alone"),
     **_at("evading", "refuses_without_momentum", "refuses_at_half_the_rate", "refuses_everything", "rounds_float32"),
     **_at("evading", "refuses_to_clip", "shows_doubles", "shows_weights_everywhere", "loses_checkpoints"),
+    **_at("evading", "holds_modules"),
     **_at("forwards", "seeds_alike", "masks_alike", "scales_evaluation", "keeps_own_buffers"),
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import linecache
 import os
 import sys
 import traceback
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
     from shard_core.strategy import Strategy
     from shard_core.testing.programs.program import Segment
+
+
+_COLLECTIONS = 3
+"""How often garbage is collected before it counts as held: graphs let go of tensors, which hold graphs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,12 +56,14 @@ class Trace:
         begin: After which operation it showed the first; -1 for setup.
         shown: After setup and after each operation, values by name.
         stop: Why it ended early.
+        kept: The types of modules and optimizers that something held after the end, when every strategy was torn down.
     """
 
     data_rank: tuple[int, int]
     begin: int = -1
     shown: list[dict[str, Any]]
     stop: Stop | None
+    kept: tuple[str, ...] = ()
 
 
 def state(
@@ -158,7 +166,8 @@ def run(text: str, folder: str, segment: Segment) -> Trace:
         rank.teardown()
         if "torch._dynamo" in sys.modules:  # importing it takes seconds
             torch.compiler.reset()  # or its caches would grow from program to program
-    return Trace(data_rank=rank.data_rank, begin=segment.begin, shown=rank.shown, stop=stop)
+    kept = rank.kept() if stop is None else ()
+    return Trace(data_rank=rank.data_rank, begin=segment.begin, shown=rank.shown, stop=stop, kept=kept)
 
 
 class _Rank:
@@ -170,6 +179,7 @@ class _Rank:
         self.data_rank = (0, 1)
         self._strategies: list[Strategy] = []
         self._asked: tuple[Any, ...] | None = None
+        self._built: set[weakref.ref[Any]] = set()
 
     def get_strategy(self, name: str, **options: Any) -> Strategy:
         strategy = get_strategy(name, **options)
@@ -181,6 +191,8 @@ class _Rank:
 
     def state(self, *asked: Any) -> dict[str, Any]:
         self._asked = asked
+        strategy, modules, optimizers = asked
+        self._built.update(map(weakref.ref, (*modules, *map(strategy.unwrap, modules), *optimizers)))
         return state(*asked)
 
     def show(self, number: int, **values: Any) -> None:
@@ -201,6 +213,15 @@ class _Rank:
     def teardown(self) -> None:
         for strategy in self._strategies:
             strategy.teardown()
+
+    def kept(self) -> tuple[str, ...]:
+        """Return the types of what is still held, though the script has ended and let go of all but its strategies."""
+        self._asked = None
+        for _ in range(_COLLECTIONS):
+            if any(each() is not None for each in self._built):
+                gc.collect()
+        left = [each() for each in self._built]
+        return tuple(sorted({type(each).__name__ for each in left if each is not None}))
 
 
 def _flat(value: Any) -> Any:
