@@ -18,8 +18,7 @@ there, or offers ``load`` to ``__torch_function__``.
 ``torch.nn.Module._forward_pre_hooks`` and ``_forward_hooks``: which hooks of a module are ``fully_shard``'s, which know
 when all layers of a unit have run. They can go when a unit may be told so.
 
-``torch.Generator._cdata``: which generator a Python object stands for; one generator can have several. It can go when
-generators compare equal.
+``torch.Generator._cdata``: which generator an object stands for, of several. It can go when generators compare equal.
 
 ``torch._ops.OpOverload``, its ``_schema``, and ``HigherOrderOperator``: what an operation is, and which arguments it
 takes and writes to. They can go when torch says so in public.
@@ -32,10 +31,9 @@ open port, and would die with rank 0 while others still read from it.
 ``torch.compile(module)`` and ``torch.compile(module.forward)`` leave on a module. They can go when torch shows what is
 compiled; importing its compiler only to ask takes seconds.
 
-``Tensor._version``: how often a tensor was changed in place. It can go when torch shows it in public.
-
-``Tensor._backward_hooks`` and ``_post_accumulate_grad_hooks``: what users have registered on a tensor, which goes with
-it when a module gets others, or is called with the gradients of others. They can go when torch lists hooks in public.
+``Tensor._version``: how often a tensor was changed in place. ``Tensor._backward_hooks`` and
+``_post_accumulate_grad_hooks``: what users have registered on one, which goes with it when a module gets others, or is
+called with the gradients of others. They can go when torch shows them in public.
 
 ``METADATA_CLASSES`` and what stands beside it: the classes that the ``.metadata`` of ``torch.distributed.checkpoint``
 consist of, two of them private. They are never imported; a pickle that names others is refused. They can go when torch
@@ -60,6 +58,7 @@ converts a state dict in public without building the model whole.
 
 ``torch._C._current_graph_task_id``: whether autograd runs just now, since activation checkpointing calls modules again
 from there, and which of its backwards that is. It can go when torch shows it in public.
+``torch.utils._pytree.tree_leaves``: what torch looks into for tensors of outputs. It can go when torch offers it.
 
 ``FSDPModule._get_fsdp_state``, and of what it returns ``_fsdp_param_groups`` (``_fsdp_param_group`` in torch 2.9.0) and
 their ``fsdp_params`` with ``_unsharded_param`` and ``sharded_param``: the tensors that units compute with, at which
@@ -67,9 +66,8 @@ graphs end, and what they stand for. They can go when torch says which parameter
 ``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients wait, to throw them away. They
 can go when torch does so in ``zero_grad``. ``is_unsharded``, to notice gradients that nothing will send, and
 ``reset_sharded_param``, by which a unit reads its shards anew. ``_root_post_backward_final_callback``, by which units
-begin anew after a backward that an exception has ended: it can go when all have ``reset_iter_state``, of torch 2.13.
-
-``torch.utils._pytree.tree_leaves``: what torch looks into for tensors of outputs. It can go when torch offers it.
+begin anew after a backward that an exception has ended: it can go when all have ``reset_iter_state``, of torch 2.13,
+and ``_is_root``, None before a unit has run.
 
 ``DTensor._local_tensor`` and ``_spec``: what a DTensor consists of, which torch leaves as it was when ``.data`` is
 assigned (pytorch/pytorch#157391), so that core gives ``DTensor`` a setter that does not. Both, and
@@ -112,6 +110,7 @@ __all__ = [
     "begin_anew",
     "custom_policy_targets",
     "default_store",
+    "deferred_shards",
     "draws_random_numbers",
     "drop_deferred_gradients",
     "forget_tensors",
@@ -149,14 +148,8 @@ METADATA_CLASSES = frozenset(
         *(
             ("torch.distributed.checkpoint.metadata", name)
             for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
+                *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+                *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
             )
         ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -297,11 +290,18 @@ def is_gathered(module: torch.nn.Module) -> bool:
 def left_gradients(units: Iterable[object]) -> bool:
     """Return whether a unit has kept whole gradients after a backward, of whose end it was not told."""
     groups = (group for part in units for group in _unit_groups(part) if group.is_unsharded)
-    parameters = (parameter for group in groups for parameter in group.fsdp_params)
-    return any(
-        getattr(each, "_unsharded_param", None) is not None and each._unsharded_param.grad is not None
-        for each in parameters
-    )
+    return any(_has_whole_gradient(parameter) for group in groups for parameter in group.fsdp_params)
+
+
+def deferred_shards(module: object) -> set[torch.Tensor]:
+    """Return the shards for which a unit keeps gradients for a later backward that sends some; of no other modules."""
+    pairs = [(group._partial_reduce_output, each) for group in _unit_groups(module) for each in group.fsdp_params]
+    kept = [each for part, each in pairs if part is not None or each.unsharded_accumulated_grad is not None]
+    return {each.sharded_param for each in (*kept, *(each for _, each in pairs if _has_whole_gradient(each)))}
+
+
+def _has_whole_gradient(parameter: Any) -> bool:
+    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
 
 
 def freeze_unsharded(module: object) -> None:
@@ -338,10 +338,10 @@ def drop_deferred_gradients(module: torch.nn.Module) -> None:
 
 def begin_anew(module: Any) -> None:
     """Have a module's units begin anew after a backward that an exception has ended; no gradients may be left."""
-    if hasattr(module, "reset_iter_state"):  # public, from torch 2.13 on
-        module.reset_iter_state()
-    else:
-        module._get_fsdp_state()._root_post_backward_final_callback()
+    if (
+        state := module._get_fsdp_state()
+    )._is_root is not None:  # else it never ran, and torch has an AttributeError for that
+        getattr(module, "reset_iter_state", state._root_post_backward_final_callback)()  # the first is public
 
 
 def _unit_groups(module: object) -> list[Any]:

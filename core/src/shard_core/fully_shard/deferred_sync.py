@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_core._versions import drop_deferred_gradients, unsharded_parameters, version_of
+from shard_core._versions import deferred_shards, drop_deferred_gradients, unsharded_parameters, version_of
 from shard_core.errors import SetupError
+from shard_core.fully_shard.units import sharded_parts
 
 if TYPE_CHECKING:
     from shard_core.fully_shard.units import Unit
@@ -157,6 +159,22 @@ class DeferredGradients:
                 if zeros:
                     parameter.grad = torch.zeros_like(parameter)
                 self._shown[name] = _Shown(parameter.grad, _changes(parameter.grad), zeros)
+
+    def forget_sent(self, module: nn.Module) -> bool:
+        """Forget what waits no longer: a backward past the strategy, as of ``torch.autograd.grad``, has sent it.
+
+        Args:
+            module: The one whose parameters these are.
+
+        Returns:
+            Whether that is all that has changed.
+        """
+        waiting = set(itertools.chain.from_iterable(map(deferred_shards, sharded_parts(module))))
+        for name in [name for name in self._shown if self._parameters[name] not in waiting]:
+            shown = self._shown.pop(name)
+            if shown.zeros and self._is_shown(name, shown):
+                self._parameters[name].grad = None  # nothing has waited
+        return not self.touched
 
     def show_again(self) -> bool:
         """Show what a backward has left waiting, since its loss came through other modules.

@@ -332,7 +332,7 @@ class FullySharder:
     def _drop_discarded(self) -> None:
         """Throw away deferred gradients where users have thrown away what is shown for them."""
         for module, gradients in self._gradients.items():
-            if gradients.touched:
+            if gradients.touched and not gradients.forget_sent(module):
                 if module in self._syncs:
                     self._syncs[module].forget()
                 gradients.drop(module)

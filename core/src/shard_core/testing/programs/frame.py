@@ -182,7 +182,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         models=tuple(models),
         optimizers=tuple(optimizers),
         late=late,
-        averaged=chance.random() < 0.1 and precision in EXACT and not _has_part(models, "clamped"),
+        averaged=chance.random() < 0.15 and precision in EXACT and not _has_part(models, "clamped"),
         wrapped=chance.random() < 0.08,
         options=_options([each for each in offered(strategy) if not _reads_inside(models, each)], chance),
     )

@@ -10,7 +10,7 @@ from shard_core import plugins
 from shard_core.capability import Capability
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.frame import draw_frame, possible
-from shard_core.testing.programs.settings import WHOLE
+from shard_core.testing.programs.settings import WHOLE, splits_layers
 from shard_core.testing.programs.situation import Situation
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ def _proposed(
         return _ordinary(program, number, mine, card, chance)
     name = chance.choice(names)
     switch = ops.Switch(strategy=name, same=name == program.strategy and chance.random() < 0.5)
-    proposals = [*_odd(program, number, mine, card, chance), switch]
+    resumed = ops.Switch(strategy=name, resumed=True)
+    proposals = [*_odd(program, number, mine, card, chance), switch, *[resumed] * 2]
     proposals += [ops.Switch(strategy=name, world_size=chance.choice(sizes))] * 4 if sizes else []
     return [chance.choice(proposals)]
 
@@ -136,8 +137,8 @@ def _norms(card: StrategyInfo) -> list[float]:
 
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
     kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient", "eval"]
-    kinds += ["frozen"] * (chance.random() < 0.2) + ["penalty"] * (chance.random() < 0.2)
-    kinds += ["by hand"] * (chance.random() < 0.05)
+    kinds += ["frozen"] * (chance.random() < 0.2) + ["penalty"] * (chance.random() < 0.4)
+    kinds += ["by hand"] * (chance.random() < 0.08)
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
     kinds += ["contrastive"] * (Capability.SYNC_GRADS in card.capabilities)
     kinds += ["through"] * 2 * (len(program.models) == 2)
@@ -192,7 +193,9 @@ def _odd(
             ]
         ),
         ops.ZeroByHand(module=number, set_to_none=chance.random() < 0.5),
-        ops.EditGradients(module=number, how=chance.choice(ops.WAYS[ops.EditGradients])),
+        ops.EditGradients(
+            module=number, how=chance.choices(ops.WAYS[ops.EditGradients], (2, 1, not splits_layers(card)))[0]
+        ),
         ops.EditWeights(
             module=number,
             which=chance.randrange(50),

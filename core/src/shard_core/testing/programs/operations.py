@@ -108,7 +108,13 @@ class ZeroByHand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EditGradients:
-    """Multiply a module's gradients by hand, or make all their elements infinite: ``"infinite"``."""
+    """Multiply a module's gradients by hand, make all their elements infinite, or clip them by torch's function.
+
+    Attributes:
+        module: Which module.
+        factor: By what they are multiplied.
+        how: ``"multiplied"``, ``"infinite"`` or ``"clipped"``.
+    """
 
     module: int = 0
     factor: float = 0.5
@@ -298,11 +304,13 @@ class Switch:
         strategy: Which.
         world_size: On how many ranks, where these are not as many as before.
         same: Whether the strategy's object is set up again, instead of another made.
+        resumed: Whether nothing is saved, and what goes on is the last checkpoint, as after a run that was ended.
     """
 
     strategy: str
     world_size: int = 0
     same: bool = False
+    resumed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -358,7 +366,7 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
         "eval", "penalty", "by hand",
     ),
     Forward: ("train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted"),
-    EditGradients: ("multiplied", "infinite"),
+    EditGradients: ("multiplied", "infinite", "clipped"),
     EditWeights: ("in place", "data"),
     Load: ("path", "latest", "modules"),
     Fail: ("save", "background", "unwaited", "load"),

@@ -127,7 +127,7 @@ def share_of(program: Program, spec: OptimizerSpec) -> int | str | None:
         return None
     taken = next((TAKES[each.kind] for each in peers if each.kind in TAKES), None)
     if taken is None:
-        return peers.index(spec)
+        return [each is spec for each in peers].index(True)  # two may be equal
     return taken if spec.kind in TAKES else "rest"
 
 

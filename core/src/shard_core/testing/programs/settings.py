@@ -103,6 +103,8 @@ LEFT_OUT = (
     "leaves zeros, too",
     "a batch without rows, unless the loss is a sum with a denominator",
     "a denominator while a part is left out of the optimizer, or after it was added, until gradients are zeroed",
+    "gradients clipped by torch's function where they are yet to be divided or unscaled, and have another norm, or "
+    "where ranks share layers: it cannot add up norms of parameters on several meshes",
     "a closure where two optimizers share a module, or while gradients are deferred",
     "a closure, or a backward between clipping and zeroed gradients, where torch's gradient scaler allows neither",
     "Adafactor of a parameter without elements, by whose number torch divides",
@@ -144,6 +146,7 @@ LEFT_OUT = (
 )
 """What plain PyTorch allows or would allow, and programs never do."""
 LEFT_OPEN = (
+    "what is held of a layer with parametrizations after teardown: its class holds it, and fully_shard that class",
     "whether rank 0's buffers are sent to all before a forward: as its option broadcast_buffers says",
     "which dtype is where in a precision: as the table on its card says",
     "the generators of data ranks after a load on another number of ranks: all must be apart",

@@ -98,7 +98,7 @@ class Situation:
                 # A gradient scaler would skip the step, unless it had looked before; a part left out keeps them.
                 allowed = alone and not (module.deferred or self._scaled or self._lacks_of(number))
             case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients() | ops.ShowGradients():
-                allowed = not module.deferred
+                allowed = not module.deferred and self._has_norm(operation, module)
             case ops.Closure(rows=rows):
                 pending = module.deferred or module.infinite
                 allowed = alone and not (pending or self._scaled) and len(rows) == self.world_size
@@ -112,11 +112,17 @@ class Situation:
                 allowed = self._lacks(which)
             case ops.UpdateAverage() | ops.ShowAverage():
                 allowed = self._program.averaged
-            case ops.Switch(strategy=strategy, world_size=size, same=same):
+            case ops.Switch(strategy=strategy, world_size=size, same=same, resumed=resumed):
                 allowed = size != self.world_size and not (same and (size or strategy != self.strategy))
+                allowed = allowed and not (resumed and not self._files.have(ops.Load(), number, self._added))
             case _:
                 allowed = self._files.have(operation, number, self._added)
         return allowed and self._has_kernels(operation, number)
+
+    def _has_norm(self, operation: Operation, module: _Module) -> bool:
+        """Check that gradients are not yet to be divided or unscaled, where torch's own function clips them."""
+        by_torch = isinstance(operation, ops.EditGradients) and operation.how == "clipped"
+        return not (by_torch and (module.infinite or module.denominator or self._scaled))
 
     def _may_be_zeroed(self, operation: ops.ZeroGrad | ops.ZeroByHand, number: int) -> bool:
         """Check whether gradients may be zeroed now in one way."""
@@ -131,7 +137,7 @@ class Situation:
     def _has_kernels(self, operation: Operation, number: int) -> bool:
         """Check whether torch computes an operation where models are compiled, steps are fused or gradients sparse."""
         match operation:
-            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite"):
+            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "clipped"):
                 known = "sparse" not in self._program.models[number].parts
             case ops.Backward(how="retain_graph"):
                 known = not self._program.compiled
@@ -205,9 +211,9 @@ class Situation:
             case ops.Backward(denominator=denominator, deferred=deferred):
                 for each in _reached(operation):
                     self._modules[each].denominator, self._modules[each].deferred = denominator, deferred
-            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite"):
-                module.clipped = module.clipped or not isinstance(operation, ops.EditGradients)
-                module.infinite = module.infinite or isinstance(operation, ops.EditGradients)
+            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "clipped"):
+                infinite = operation.how == "infinite" if isinstance(operation, ops.EditGradients) else False
+                module.infinite, module.clipped = module.infinite or infinite, module.clipped or not infinite
             case ops.Step() | ops.Closure():
                 module.stale = True
                 if self._is_alone(number):

@@ -89,6 +89,8 @@ def _(operation: ops.ZeroByHand, *_: object) -> Lines:
 
 @statements.register(ops.EditGradients)
 def _(operation: ops.EditGradients, *_: object) -> Lines:
+    if operation.how == "clipped":
+        return [f"torch.nn.utils.clip_grad_norm_({MODULES[operation.module]}.parameters(), 0.5)"], []
     loop = f"for parameter in {MODULES[operation.module]}.parameters():"
     edit = "add_(float('inf'))" if operation.how == "infinite" else f"mul_({operation.factor})"
     return [loop, "    if parameter.grad is not None:", f"        parameter.grad.{edit}"], []
@@ -254,10 +256,11 @@ def _(operation: ops.LoadWeights, program: Program, *_: object) -> Lines:
 
 
 @statements.register(ops.Switch)
-def _(operation: ops.Switch, program: Program, number: int, *_: object) -> Lines:
-    path, states = f"f'{{folder}}/switch-{number}'", _states(everything(program))
+def _(operation: ops.Switch, program: Program, number: int, saved: str) -> Lines:
+    folder, states = saved if operation.resumed else f"switch-{number}", _states(everything(program))
+    path = f"f'{{folder}}/{folder}'"
     return [
-        f"strategy.save_checkpoint({path}, {states})",
+        *([] if operation.resumed else [f"strategy.save_checkpoint({path}, {states})"]),
         "strategy.teardown()",
         *([] if operation.same else [f"strategy = {strategy_of(program, operation.strategy)}"]),
         "strategy.setup_environment()",

@@ -195,6 +195,7 @@ class ZeroModule:
             for each in waiting:
                 each.waits = False
         for each in self._trained.values():
+            each.reached = False  # from here on by a backward past the strategy
             each.drop_zeros()
             each.show_gradient()
             each.show_deferred()

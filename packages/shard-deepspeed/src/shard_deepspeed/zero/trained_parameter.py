@@ -41,7 +41,7 @@ class TrainedParameter:
         parameter: The module's.
         part: What of it this rank steps; its values are the optimizer's own parameter.
         passed: Whether the backward that runs, or ran last, has come to it, though it may have been frozen by then.
-        reached: Whether that has made a gradient for it.
+        reached: Whether that has made a gradient for it, until the strategy has taken it.
         waits: Whether there is a gradient that is not averaged yet.
         shown: Whether the module's parameter shows a gradient, unless somebody took it away.
     """
@@ -115,7 +115,8 @@ class TrainedParameter:
     @property
     def left(self) -> bool:
         """Whether a backward past the strategy has made a gradient, which DeepSpeed was about to send."""
-        return self.waits and self._deferred is None and self.part.values is not self.parameter
+        unasked = self.reached or (self.waits and self._deferred is None)
+        return unasked and self.part.values is not self.parameter
 
     @property
     def touched(self) -> bool:

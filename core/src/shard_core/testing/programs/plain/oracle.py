@@ -108,9 +108,12 @@ class Oracle(PlainRun):
 
     @_on_all.register(ops.EditGradients)
     def _(self, operation: ops.EditGradients) -> Values:
-        for parameter in self.models[operation.module].parameters():
-            if parameter.grad is None:
-                continue
+        found = [each for each in self.models[operation.module].parameters() if each.grad is not None]
+        if operation.how == "clipped":
+            torch.nn.utils.clip_grad_norm_(found, 0.5)
+            return {}
+        for parameter in found:
+            assert parameter.grad is not None
             if operation.how == "infinite":
                 parameter.grad.fill_(float("inf"))
             else:
@@ -246,7 +249,7 @@ class Oracle(PlainRun):
 
     @_on_all.register(ops.Switch)
     def _(self, operation: ops.Switch) -> Values:
-        saved = self._snapshot()
+        saved = self._saved if operation.resumed else self._snapshot()
         self._strategy = operation.strategy
         self._ranks = range(operation.world_size or len(self._ranks))
         self._build()
