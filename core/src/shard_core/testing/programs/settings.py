@@ -104,7 +104,7 @@ LEFT_OUT = (
     "a batch without rows, unless the loss is a sum with a denominator",
     "a denominator while a part is left out of the optimizer, or after it was added, until gradients are zeroed",
     "gradients clipped by torch's function where they are yet to be divided or unscaled, and have another norm, or "
-    "where ranks share layers: it cannot add up norms of parameters on several meshes",
+    "where it cannot add up norms: of shards and whole tensors, or where ranks share layers",
     "a closure where two optimizers share a module, or while gradients are deferred",
     "a closure, or a backward between clipping and zeroed gradients, where torch's gradient scaler allows neither",
     "Adafactor of a parameter without elements, by whose number torch divides",

@@ -82,6 +82,7 @@ class Situation:
         self._files = _Files()
         self._recomputes = _has(program, "activation_checkpointing")
         self._away = _has(program, "param_persistence_threshold")
+        self._ignores = _has(program, "ignored")
         self._modules = [_Module() for _ in program.models]
 
     def allows(self, operation: Operation) -> bool:
@@ -137,8 +138,10 @@ class Situation:
     def _has_kernels(self, operation: Operation, number: int) -> bool:
         """Check whether torch computes an operation where models are compiled, steps are fused or gradients sparse."""
         match operation:
-            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "clipped"):
+            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite"):
                 known = "sparse" not in self._program.models[number].parts
+            case ops.EditGradients(how="clipped"):
+                known = {"sparse", "empty"}.isdisjoint(self._program.models[number].parts) and not self._ignores
             case ops.Backward(how="retain_graph"):
                 known = not self._program.compiled
             case ops.Backward(how="penalty"):
