@@ -170,10 +170,13 @@ class DeferredGradients:
             Whether that is all that has changed.
         """
         waiting = set(itertools.chain.from_iterable(map(deferred_shards, sharded_parts(module))))
-        for name in [name for name in self._shown if self._parameters[name] not in waiting]:
-            shown = self._shown.pop(name)
+        for name, shown in list(self._shown.items()):
+            parameter = self._parameters[name]
+            if parameter in waiting or parameter.grad is not shown.gradient:  # torch adds what it sends in place
+                continue
             if shown.zeros and self._is_shown(name, shown):
-                self._parameters[name].grad = None  # nothing has waited
+                parameter.grad = None  # nothing has waited
+            del self._shown[name]
         return not self.touched
 
     def show_again(self) -> bool:

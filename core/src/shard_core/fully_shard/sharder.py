@@ -247,6 +247,7 @@ class FullySharder:
 
     def _begin_plain_backward(self, hooks: GradientHooks) -> None:
         if not self._in_backward:  # which has begun with them
+            self._drop_discarded()
             hooks.begin_backward()
 
     def _check_backward(self, parameter: torch.Tensor) -> None:
