@@ -29,6 +29,8 @@ from shard_core.testing.programs.kept import kept_programs
 
 _REFUSED_AT_LEAST = 8
 """How many programs more than the original's must be refused for a mutant to count as one that refuses."""
+_ALONE = 8
+"""Of so many seeds, one draws a program of one rank."""
 _FRESH = 10_000
 """The seed of the first program that is not run on the original before."""
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
@@ -54,10 +56,9 @@ class Original:
         """Return the program."""
         if not self.origin.startswith("seed "):
             return kept_programs()[self.origin]
-        others = others_of(plugins.find(self.strategy), 2)
-        return draw(
-            int(self.origin.removeprefix("seed ")), self.strategy, world_size=_ranks(self.strategy), others=others
-        )
+        seed, ranks = int(self.origin.removeprefix("seed ")), _ranks(self.strategy)
+        ranks = 1 if seed % _ALONE == 0 else ranks
+        return draw(seed, self.strategy, world_size=ranks, others=others_of(plugins.find(self.strategy), ranks))
 
 
 def originals(file: Path, count: int) -> list[Original]:

@@ -33,8 +33,10 @@ ELSEWHERE = {
     "packages/shard-tp/src/shard_tp/consistency.py": "finds ranks that differ; a program's do not",
     "packages/shard-tp/src/shard_tp/dropout.py": "programs have no dropout where ranks share layers",
 }
-_REFUSES = re.compile(r"_*(check|refuse|require)(_|$)")
+_REFUSES = re.compile(r"_*(check|refuse|require|log)(_|$)")
 """The names of functions that change nothing, and are never mutated nor left out."""
+_SYMMETRIC = ("max", "min")
+"""Functions that give the same for two arguments in either order."""
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -162,6 +164,8 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "deleted", "pass"
         case ast.Return(value=ast.AST() as value) if not (isinstance(value, ast.Constant) and value.value is None):
             yield "returns None", "return None"
+        case ast.Call(func=ast.Name(id=name), args=[_, _]) if name in _SYMMETRIC:
+            return
         case ast.Call(args=[first, second, *rest]) if _can_swap(first, second, rest):
             yield "arguments", _with(node, args=[second, first, *rest])
 

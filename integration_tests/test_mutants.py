@@ -29,7 +29,7 @@ def f(a: int = 3 + 4, b: tuple[1, 2] = ()) -> L[5]:
     if a < 7:
         raise ValueError(f"{a + 8}")
     if a < 9:
-        return a + 10
+        return max(a + 10, b)
 def _check_sizes(a):
     return a + 13
 '''
