@@ -338,9 +338,8 @@ def drop_deferred_gradients(module: torch.nn.Module) -> None:
 
 def begin_anew(module: Any) -> None:
     """Have a module's units begin anew after a backward that an exception has ended; no gradients may be left."""
-    if (
-        state := module._get_fsdp_state()
-    )._is_root is not None:  # else it never ran, and torch has an AttributeError for that
+    state = module._get_fsdp_state()
+    if state._is_root is not None:  # else it never ran, and torch has an AttributeError for that
         getattr(module, "reset_iter_state", state._root_post_backward_final_callback)()  # the first is public
 
 
