@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.program import Segment
 
 
-_COLLECTIONS = 3
+_COLLECTIONS = 10
 """How often garbage is collected before it counts as held: graphs let go of tensors, which hold graphs."""
 
 

@@ -88,6 +88,11 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
             )
         return None
 
+    def engine_teardown(self) -> None:
+        """Release the modules; there are none where the device was not started."""
+        if "_sharded" in vars(self):
+            self._sharded.clear()
+
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:

@@ -58,6 +58,11 @@ class XLASPMDStrategy(XLAEngine, TorchEngine, Strategy):
         self._devices = spmd_sharding.make_mesh()
         return None
 
+    def engine_teardown(self) -> None:
+        """Release the modules; there are none where the device was not started."""
+        if "_tensors" in vars(self):
+            self._tensors.clear()
+
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
