@@ -156,7 +156,7 @@ def _judge(program: Program, worlds: Callable[[int], World], timeout: float) -> 
         excess = found.excess if math.isfinite(found.excess) else 0.0
         return Judgement(verdict="defect", at=found.at, symptom=symptom, text=found.text, excess=excess)
     kept = sorted({name for traces in runs for trace in traces for name in trace.kept})
-    if kept and not any("parametrized" in model.parts for model in program.models):
+    if kept:
         text = f"of what the strategies had set up, these were held once all were torn down: {', '.join(kept)}"
         return Judgement(verdict="defect", at=len(program.operations), symptom="held after teardown", text=text)
     return _stops(program, runs[-1])

@@ -8,11 +8,13 @@ import gc
 import linecache
 import os
 import sys
+import time
 import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from shard_core.errors import ShardError
 from shard_core.selection import get_strategy
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.program import Segment
 
 
-_COLLECTIONS = 10
-"""How often garbage is collected before it counts as held: graphs let go of tensors, which hold graphs."""
+_RELEASED_WITHIN = 5.0
+"""Seconds after which something counts as held: graphs let go of tensors, which hold graphs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +194,8 @@ class _Rank:
     def state(self, *asked: Any) -> dict[str, Any]:
         self._asked = asked
         strategy, modules, optimizers = asked
-        self._built.update(map(weakref.ref, (*modules, *map(strategy.unwrap, modules), *optimizers)))
+        freed = [each for each in modules if _may_be_freed(each)]
+        self._built.update(map(weakref.ref, (*freed, *map(strategy.unwrap, freed), *(optimizers if freed else ()))))
         return state(*asked)
 
     def show(self, number: int, **values: Any) -> None:
@@ -217,11 +220,21 @@ class _Rank:
     def kept(self) -> tuple[str, ...]:
         """Return the types of what is still held, though the script has ended and let go of all but its strategies."""
         self._asked = None
-        for _ in range(_COLLECTIONS):
-            if any(each() is not None for each in self._built):
-                gc.collect()
+        end = time.monotonic() + _RELEASED_WITHIN
+        while any(each() is not None for each in self._built) and time.monotonic() < end:
+            gc.collect()
         left = [each() for each in self._built]
         return tuple(sorted({type(each).__name__ for each in left if each is not None}))
+
+
+def _may_be_freed(module: torch.nn.Module) -> bool:
+    """Return whether torch and torch_xla free a module.
+
+    A layer with parametrizations is held by its class, and ``fully_shard`` holds that class. Modules on XLA devices are
+    held by torch_xla's hooks of a forward that no backward has followed.
+    """
+    on_cpu = all(each.device.type == "cpu" for each in module.parameters())
+    return on_cpu and not any(map(is_parametrized, module.modules()))
 
 
 def _flat(value: Any) -> Any:

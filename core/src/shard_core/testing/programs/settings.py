@@ -146,7 +146,8 @@ LEFT_OUT = (
 )
 """What plain PyTorch allows or would allow, and programs never do."""
 LEFT_OPEN = (
-    "what is held of a layer with parametrizations after teardown: its class holds it, and fully_shard that class",
+    "what is held after teardown: a layer with parametrizations by its class, which fully_shard holds, and modules on "
+    "XLA devices by torch_xla's hooks of a forward without a backward",
     "whether rank 0's buffers are sent to all before a forward: as its option broadcast_buffers says",
     "which dtype is where in a precision: as the table on its card says",
     "the generators of data ranks after a load on another number of ranks: all must be apart",
