@@ -68,7 +68,7 @@ from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.errors import SetupError
 from shard_core.strategies.single import SingleStrategy
 
-SECONDS = {"slow": 0.06, "steady": 0.03, "fast": 0.01, "wrong": 0.0, "broken": 0.0, "deadly": 0.0}
+SECONDS = {"slow": 0.15, "steady": 0.08, "fast": 0.03, "wrong": 0.0, "broken": 0.0, "deadly": 0.0}
 earlier = weakref.WeakSet()
 
 class Paced:
