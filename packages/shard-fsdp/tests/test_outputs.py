@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,12 +43,41 @@ class Model(nn.Module):
         }[self._form]
 
 
-def trained(form: str) -> dict[str, torch.Tensor] | str:
+class Block(nn.Module):
+    """Hands on an object that torch cannot open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(torch.tanh(self.layer(x)))
+
+
+class Chain(nn.Module):
+    """Blocks that hand on objects to one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).prediction
+        self.kept[:] = [x]
+        return x
+
+
+def trained(form: str, compiled: bool = False, **options: Any) -> dict[str, torch.Tensor] | str:
     """Train two steps on what the forward has kept; return the weights or the refusal."""
-    with get_strategy("fsdp") as strategy:
-        model = Model(form)
+    with get_strategy("fsdp", **options) as strategy:
+        model = MODELS[form]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        if compiled:
+            model.compile(backend="aot_eager")
         for step in range(2):
             model(data(step, strategy.global_rank))
             (prediction,) = strategy.unwrap(model).kept
@@ -63,9 +94,16 @@ def data(step: int, rank: int) -> torch.Tensor:
     return torch.linspace(-1, 1, 6).reshape(2, 3) * (1 + step + rank)
 
 
-@pytest.mark.parametrize("form", ["object", "objects in objects", "beside a tensor"])
-def test_what_objects_hold_is_trained_through(worlds: Any, form: str) -> None:
-    plain = Model(form)
+FORMS = ("object", "objects in objects", "beside a tensor", "nothing")
+MODELS: dict[str, Callable[[], Any]] = {form: functools.partial(Model, form) for form in FORMS} | {"chain": Chain}
+
+
+@pytest.mark.parametrize("form", ["object", "objects in objects", "beside a tensor", "chain"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("unit_bytes", [1, 1 << 20])
+def test_what_objects_hold_is_trained_through(worlds: Any, form: str, compiled: bool, unit_bytes: int) -> None:
+    trains = functools.partial(trained, reshard_after_forward=True, unit_bytes=unit_bytes)
+    plain = MODELS[form]()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for step in range(2):
         for rank in range(2):
@@ -73,7 +111,7 @@ def test_what_objects_hold_is_trained_through(worlds: Any, form: str) -> None:
             (plain.kept[0].square().mean() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    oracle.assert_same_weights(worlds(2).run(trained, form)[0], plain.state_dict(), 1e-6)
+    oracle.assert_same_weights(worlds(2).run(trains, form, compiled)[0], plain.state_dict(), 1e-6)
 
 
 def test_what_no_output_holds_is_refused(worlds: Any) -> None:

@@ -13,9 +13,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shard_core._versions import gathered_for, in_backward, run_unit_hooks, running_backward, tree_leaves
 from shard_core.fully_shard.assigned_data import AssignedData
+from shard_core.fully_shard.object_outputs import Shown
 from shard_core.fully_shard.second_derivatives import SecondDerivatives
 from shard_core.fully_shard.units import sharded_parts
-from shard_core.gradients import inside_objects
 from shard_core.inference_mode import without_inference_mode
 from shard_core.parameters import ReplacementCheck
 
@@ -166,18 +166,16 @@ class EntryMethods:
             unit = self._unit_of[part]
             if part is not self._module and part not in unit:  # else its own hooks do
                 self._writes.end(unit[0], part)
-            hidden = inside_objects(output)
-            self.second_derivatives.watch([hidden, output])
-            if hidden:
-                self._pass_on(unit[0], hidden)
-            self._announce_backward([*hidden, *tree_leaves(output)])
-            if output is not None and part not in unit:
-                return self._pass_on(unit[0], output)
+            shown = Shown.of(output)
+            self.second_derivatives.watch(shown)
+            self._announce_backward(shown)
+            if part not in unit:
+                return output if output is None else self._pass_on(unit[0], shown).output
             # Torch sees by itself that a unit has run, but it waits for all of its modules.
             for other in unit:
                 if other is not part:
-                    output = run_unit_hooks(other, output)
-            return output
+                    shown = run_unit_hooks(other, shown)
+            return shown.output
         finally:
             assert self._inside is not None
             self._inside.remove()
@@ -186,9 +184,9 @@ class EntryMethods:
             if part is self._module and not torch.is_grad_enabled():
                 reshard(part)
 
-    def _announce_backward(self, output: Sequence[Any]) -> None:
+    def _announce_backward(self, output: Any) -> None:
         """Call ``before_backward`` once a backward comes to an output, but none that lives on, such as a parameter."""
-        for each in output:
+        for each in tree_leaves(output):
             if isinstance(each, torch.Tensor) and each.grad_fn is not None:
                 each.register_hook(self._before_backward)
 

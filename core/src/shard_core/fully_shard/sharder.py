@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from shard_core._versions import begin_anew, freeze_unsharded, left_gradients
@@ -20,6 +20,7 @@ from shard_core.fully_shard.forward_writes import ForwardWrites
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
 from shard_core.fully_shard.gradient_hooks import GradientHooks
 from shard_core.fully_shard.named_parameters import list_shards
+from shard_core.fully_shard.object_outputs import shard_unit
 from shard_core.fully_shard.units import log_units, sharded_parts
 from shard_core.gradients import check_used_alike, is_differentiable, on_gradient
 from shard_core.inference_mode import NoInferenceMode
@@ -340,16 +341,15 @@ class FullySharder:
 
     def _shard(self, module: torch.nn.Module, units: Sequence[Unit], kept: Collection[str]) -> None:
         shard = functools.partial(
-            fully_shard,
+            shard_unit,
             mesh=self._mesh,
             reshard_after_forward=self._reshard_after_forward,
             mp_policy=self._mixed_precision,
             offload_policy=self._offload,
             ignored_params=set(_unsharded(module, kept)),
         )
-        for unit in units:
-            shard(list(unit.modules))
-        shard(module)
+        for modules in (*(unit.modules for unit in units), (module,)):
+            shard(modules)
         if is_gloo(self._mesh):
             for part in sharded_parts(module):
                 use_gloo_comm(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import TYPE_CHECKING
 
 import torch
@@ -183,6 +184,28 @@ class _Nested(Part):
         return hidden
 
 
+class _Boxing(Linear):
+    """A layer that hands on an object, with what it has computed for an attribute."""
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> types.SimpleNamespace:  # type: ignore[override]
+        return types.SimpleNamespace(hidden=super().forward(hidden, tokens))
+
+
+class _Boxed(Part):
+    """Blocks that hand on objects to one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Boxing() for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        box = types.SimpleNamespace(hidden=hidden)
+        for block in self.blocks:
+            box = block(box.hidden, tokens)
+        out: torch.Tensor = box.hidden
+        return out
+
+
 class _Counter(Part):
     """A buffer that every forward moves on, and one that checkpoints leave out."""
 
@@ -217,5 +240,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "recomputed": _Recomputed,
     "counter": _Counter,
     "nested": _Nested,
+    "boxed": _Boxed,
 }
 """Layers and blocks of them, by name."""
