@@ -10,6 +10,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shard_core import InvalidOption, get_strategy
+from shard_core.testing import oracle
 
 
 class Block(nn.Module):
@@ -93,6 +94,56 @@ def test_units_are_gathered_when_they_are_asked_for(
         assert seen_backward == backward
         losses.add(loss)
     assert losses == {worlds(2).run(time_line, name, {})[0][2]}
+
+
+class Clamped(nn.Module):
+    """Blocks whose weights are clamped before they compute, when some were gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block(number) for number in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, block in enumerate(self.blocks):
+            with torch.no_grad():
+                block.mix.weight.clamp_(-0.2 + place / 50, 0.2)
+            x = block(x)
+        return x
+
+
+def train_clamped(options: dict[str, Any], checkpointed: bool) -> dict[str, torch.Tensor]:
+    with get_strategy("fsdp", activation_checkpointing={Block} if checkpointed else None, **options) as strategy:
+        model = Clamped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        for _ in range(3):
+            strategy.backward(model(torch.linspace(-1, 1, 16).reshape(2, 8)).square().sum(), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return strategy.module_state_dict(model)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"auto_wrap_policy": {Block}, "forward_prefetch": True},
+        {"auto_wrap_policy": {Block}, "forward_prefetch": 2, "reshard_after_forward": False},
+        {"unit_bytes": 500, "forward_prefetch": 2},  # two blocks each
+    ],
+    ids=str,
+)
+def test_what_is_written_to_a_unit_that_is_being_gathered_counts(
+    worlds: Any, options: dict[str, Any], checkpointed: bool
+) -> None:
+    plain = Clamped()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=3.0)
+    for _ in range(3):
+        plain(torch.linspace(-1, 1, 16).reshape(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    oracle.assert_same_weights(worlds(2).run(train_clamped, options, checkpointed)[0], plain.state_dict(), 1e-5)
 
 
 @pytest.mark.parametrize(
