@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 #: How torch refuses to compute with a parameter that stage 3 has let go.
 _READS_NOTHING = (
     *("is invalid for input of size 0", "size of tensor a (0)", "size of tensor b (0)"),
+    "must match the existing size (0)",  # a norm
     "cannot create std::vector larger than max_size()",  # a convolution's kernel
     "recomputed metadata: {'shape': torch.Size([0])",  # activation checkpointing
 )
