@@ -14,8 +14,8 @@ from environments import ROOT, Environment, build_wheel, run, succeed
 
 SCRIPT = "packages/new_backend.py"
 PACKAGE = runpy.run_path(str(ROOT / SCRIPT))
-#: A kit at one size is enough to see that the package is in order; all sizes are run by `nox -s long`.
-TWO_RANKS = "not 1ranks and not 3ranks"
+#: Of the kit a part at one size is enough to see that the package is in order; `nox -s long` runs all of it.
+SOME = "not TestMirror or (2ranks and (setup or clip or averag or checkpoint))"
 
 
 def listed(environment: Environment, folder: Path) -> dict[str, str]:
@@ -33,10 +33,10 @@ def installed(tmp_path) -> tuple[Environment, Path]:
 
 
 @pytest.mark.timeout(900)
-def test_a_backend_from_outside_comes_keeps_the_contract_and_goes(installed):
+def test_a_backend_from_outside_comes_trains_and_goes(installed):
     environment, project = installed
     assert listed(environment, project)["mirror"] == "shard-mirror"
-    succeed(environment.python("-m", "pytest", "-q", "tests", "-k", TWO_RANKS, folder=project, timeout=800))
+    succeed(environment.python("-m", "pytest", "-q", "tests", "-k", SOME, folder=project, timeout=800))
     environment.uninstall("shard-mirror")
     assert "mirror" not in listed(environment, project)
 

@@ -236,6 +236,7 @@ def test_ranks_train_as_one_device_does(script, strategy, optimizer):
     assert "weight updates" in result.output
 
 
+@pytest.mark.long
 def test_json_stands_alone_on_stdout_whatever_the_ranks_print(script):
     done = subprocess.run(
         [sys.executable, "-m", "shard_core", "parity", "--json", "--strategy", "ddp", f"{script}:tied"],

@@ -29,7 +29,7 @@ def test_a_disk_that_takes_no_more_is_one_error_on_all_ranks_and_training_goes_o
     assert done.stdout == "all well\n", done.stderr
 
 
-@pytest.mark.parametrize("stride", [14, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [35, pytest.param(1, marks=pytest.mark.long)])
 def test_a_disk_that_fails_at_any_operation_leaves_the_old_checkpoint_and_nothing_else(tmp_path, stride):
     done = _run([sys.executable, str(_SCRIPT), "--failing", str(tmp_path), str(stride)], 280)
     assert done.stdout == "all well\n", done.stderr

@@ -74,11 +74,13 @@ def doubtful(site):
 def test_promises_are_listed():
     done = kit("--list")
     assert done.returncode == 0, done.stderr
-    promises, out, left_open = (part.splitlines() for part in done.stdout.split("\n\n"))
+    promises, out, left_open, undrawn = (part.splitlines() for part in done.stdout.split("\n\n"))
     assert len(promises) == len(promises_of(Conformance))
     assert any(line.startswith("training.averages_gradients: ") for line in promises)
     assert out == ["Random programs leave out:", *(f"- {each}" for each in LEFT_OUT)]
     assert left_open == ["Random programs leave to a strategy:", *(f"- {each}" for each in LEFT_OPEN)]
+    assert undrawn[0] == "Random programs give no value to these options:"
+    assert "- ddp: static_graph" in undrawn
 
 
 @pytest.mark.long
@@ -138,6 +140,7 @@ def test_the_table_tells_what_was_promised_found_and_is_usually_wrong(doubtful):
     assert "assert_same_weights" in done.stderr
 
 
+@pytest.mark.long
 def test_what_configures_tests_around_here_has_no_say(tmp_path):
     (tmp_path / "conftest.py").write_text("raise RuntimeError('a stranger')")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")

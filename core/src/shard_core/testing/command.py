@@ -76,12 +76,14 @@ def _list(context: click.Context, param: click.Parameter, wanted: bool) -> None:
         return
     _require_pytest()
     from shard_core.testing.conformance import Conformance
-    from shard_core.testing.programs.settings import LEFT_OPEN, LEFT_OUT
+    from shard_core.testing.programs.settings import LEFT_OPEN, LEFT_OUT, not_drawn
     from shard_core.testing.rules import promises_of
 
     for each in promises_of(Conformance).values():
         click.echo(f"{each.noun}.{each.name}: {each.sentence}")
-    for heading, lines in (("leave out", LEFT_OUT), ("leave to a strategy", LEFT_OPEN)):
+    options = [f"{name}: {', '.join(names)}" for name, names in not_drawn().items() if names]
+    lists = {"leave out": LEFT_OUT, "leave to a strategy": LEFT_OPEN, "give no value to these options": options}
+    for heading, lines in lists.items():
         click.echo(f"\nRandom programs {heading}:")
         for line in lines:
             click.echo(f"- {line}")

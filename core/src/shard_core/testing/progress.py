@@ -35,7 +35,7 @@ def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
             def on_step(name: str, done: int, total: int) -> None:
                 bar.update(task, description=name, completed=done, total=total)
                 # In a log, where no bar can move, a line now and then is the sign of life.
-                if bar.disable and (done * _LINES) // total > ((done - 1) * _LINES) // total:
+                if bar.disable and done > 0 and (done * _LINES) // total > ((done - 1) * _LINES) // total:
                     print(f"{done} of {total} {what}: {name}", file=terminal, flush=True)
 
             yield on_step

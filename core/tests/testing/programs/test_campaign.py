@@ -45,6 +45,7 @@ def test_one_rank(worlds):
     assert (report.verdicts["defect"], report.count, report.others) == (0, 3, ())
 
 
+@pytest.mark.long
 def test_programs_go_on_with_other_numbers_of_ranks(worlds):
     told = []
     report = campaign(

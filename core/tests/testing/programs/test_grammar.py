@@ -165,6 +165,7 @@ def test_a_program_goes_on_where_its_precision_is():
     assert switches == {"ddp"}
 
 
+@pytest.mark.long
 def test_models_are_compiled_rarely_and_where_the_strategy_takes_them():
     drawn = [draw(seed, "ddp", others=("deepspeed_stage_1", "fsdp")) for seed in range(1000)]
     compiled = [program for program in drawn if program.compiled]
@@ -244,7 +245,7 @@ def test_programs_are_long(drawn):
     assert lengths[len(lengths) // 2] >= 12
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nearly_every_operation_follows_every_other():
     pairs = set()
     for seed in range(2500):

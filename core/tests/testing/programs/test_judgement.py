@@ -19,6 +19,10 @@ OPERATIONS = (
 ROGUES = {
     "refuses_without_momentum": "changed ClipValue",
     "refuses_at_half_the_rate": "changed ClipValue",
+    "refuses_without_gradients": "changed ClipValue",
+    "refuses_once_frozen": "changed ClipValue",
+    "refuses_seeded": "changed ClipValue",
+    "refuses_in_many_words": "ranks disagree ClipValue",
     "rounds_float32": "ShowGradients gradients",
     "shows_doubles": "setup weights",
     "shows_weights_everywhere": "setup weights",

@@ -41,6 +41,13 @@ def test_the_rank_that_keeps_most_counts():
     assert grown(*((100, 100 + 40 * number) for number in range(8))) == 2
 
 
+def test_what_the_compiler_keeps_is_no_growth():
+    memory = Memory()
+    for number in range(8):
+        memory.add(20 * (number + 1), [1000 * (number // 2) + 20 * number], compiled=number % 2 == 0)
+    assert memory.growth == pytest.approx(0.5, abs=0.2)  # 20 in every other look, of 20 programs each
+
+
 @pytest.mark.parametrize(("kept", "looks", "grows"), [(100, 20, True), (100, 19, False), (20, 40, False)])
 def test_growth_is_judged_once_caches_are_full(kept, looks, grows):
     assert followed(*([20 * number * kept * 1024] for number in range(looks))).grows is grows

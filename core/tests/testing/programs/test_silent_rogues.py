@@ -14,15 +14,16 @@ ROGUES = (
     *("counts_copies", "scales_by_parts", "largest_is_length"),
     # which rule steps, and with which settings
     *("levels_rates", "levels_decay", "keeps_first_rate", "minimizes", "couples_decay", "forgets_nesterov"),
-    *("steps_the_unused", "closes_locally"),
+    *("steps_the_unused", "closes_locally", "takes_signs"),
     # what adds up until then
     *("leaves_deferred_local", "averages_last_twice", "drops_deferred_unused", "own_denominator"),
+    "keeps_denominators",
     *("weighs_batches_alike", "keeps_frozen_gradients"),
     # what comes back
     *("forgets_tied_moments", "restarts_count", "restores_one_generator", "saves_last_ranks_buffers"),
     "thaws_on_load",
     # what forwards return
-    *("scales_evaluation", "keeps_own_buffers", "seeds_alike"),
+    *("scales_evaluation", "keeps_own_buffers", "seeds_alike", "masks_alike"),
 )
 #: Found within a few seconds, one by each of three views of a program: a norm, the weights, the outputs.
 _ALWAYS = ("counts_copies", "levels_decay", "scales_evaluation")

@@ -59,30 +59,3 @@ class ScalesByParts(DDPStrategy):
                 whole = torch.cat([each.tensor.flatten() for each in own])
                 clip_norm(own, max_norm, torch.linalg.vector_norm(whole, norm_type))
         return norm
-
-
-class ClipsBeforeAveraging(DDPStrategy):
-    """Clamps what each rank has computed itself, and averages that."""
-
-    def engine_backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
-        own = self.__dict__.setdefault("own", {})
-        trained = [each for each in module.parameters() if each.requires_grad]
-        found = torch.autograd.grad(loss, trained, more.get("gradient"), retain_graph=True, allow_unused=True)
-        for parameter, gradient in zip(trained, found, strict=True):
-            if parameter.grad is None or not parameter.grad.any():
-                own.pop(parameter, None)
-            if gradient is not None:
-                own[parameter] = own.get(parameter, 0.0) + gradient
-        super().engine_backward(loss, module, **more)
-
-    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
-        super().clip_gradients_value(module, optimizer, math.inf)
-        for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
-            if parameter.grad is None:
-                continue
-            own = self.__dict__.get("own", {}).get(parameter, torch.zeros_like(parameter))
-            # What was edited, divided by a denominator or zeroed since is clamped as it should be.
-            if torch.allclose(self.all_reduce(own), parameter.grad, rtol=1e-4):
-                parameter.grad.copy_(self.all_reduce(own.clamp(-clip_val, clip_val)))
-            else:
-                parameter.grad.clamp_(-clip_val, clip_val)

@@ -39,6 +39,38 @@ class RefusesAtHalfTheRate(RefusesToClip):
             group["lr"] /= 2
 
 
+class RefusesWithoutGradients(RefusesToClip):
+    """Zeroes gradients before it refuses."""
+
+    def change(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+
+
+class RefusesOnceFrozen(RefusesToClip):
+    """Freezes parameters before it refuses."""
+
+    def change(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.requires_grad_(False)
+
+
+class RefusesSeeded(RefusesToClip):
+    """Draws a random number before it refuses."""
+
+    def change(self, optimizer: torch.optim.Optimizer) -> None:
+        del optimizer
+        torch.rand(1)
+
+
+class RefusesInManyWords(DDPStrategy):
+    """Refuses on each rank with a sentence of its own."""
+
+    def clip_gradients_value(self, module: Any, optimizer: torch.optim.Optimizer, clip_val: float) -> NoReturn:
+        del module, optimizer, clip_val
+        raise SetupError("gradients are not clipped by value here; " + "clip them by norm " * (1 + self.global_rank))
+
+
 class RefusesEverything(DDPStrategy):
     """Sets no module up."""
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from shard_core.strategies.ddp import DDPStrategy
@@ -46,17 +44,6 @@ class RestoresOneGenerator(DDPStrategy):
         left = super().load_checkpoint(path, state, **more)
         if not self.is_global_zero:
             torch.set_rng_state(before)
-        return left
-
-
-class RestoresTorchAlone(DDPStrategy):
-    """Lets the random numbers of Python and NumPy go on as if nothing had been loaded."""
-
-    def load_checkpoint(self, path: Any, state: Any = None, **more: Any) -> Any:
-        before = random.getstate(), np.random.get_state()
-        left = super().load_checkpoint(path, state, **more)
-        random.setstate(before[0])
-        np.random.set_state(before[1])
         return left
 
 

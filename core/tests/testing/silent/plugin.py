@@ -19,15 +19,16 @@ def _at(module: str, *names: str) -> dict[str, str]:
 
 #: Where each rogue's class stands.
 FACTORIES = {
-    **_at("clipping", "counts_copies", "scales_by_parts", "largest_is_length", "clips_before_averaging"),
+    **_at("clipping", "counts_copies", "scales_by_parts", "largest_is_length"),
     **_at("stepping", "levels_rates", "levels_decay", "keeps_first_rate", "minimizes", "couples_decay"),
-    **_at("stepping", "forgets_nesterov", "steps_the_unused", "closes_locally"),
+    **_at("stepping", "forgets_nesterov", "steps_the_unused", "closes_locally", "takes_signs"),
     **_at("gradients", "leaves_deferred_local", "averages_last_twice", "drops_deferred_unused", "own_denominator"),
     **_at("gradients", "weighs_batches_alike", "keeps_denominators", "keeps_frozen_gradients"),
     **_at("loading", "forgets_tied_moments", "restarts_count", "restores_one_generator", "thaws_on_load"),
-    **_at("loading", "saves_last_ranks_buffers", "restores_torch_alone"),
+    **_at("loading", "saves_last_ranks_buffers"),
     **_at("evading", "refuses_without_momentum", "refuses_at_half_the_rate", "refuses_everything", "rounds_float32"),
     **_at("evading", "refuses_to_clip", "shows_doubles", "shows_weights_everywhere", "loses_checkpoints"),
-    **_at("evading", "holds_modules"),
+    **_at("evading", "holds_modules", "refuses_without_gradients", "refuses_once_frozen", "refuses_seeded"),
+    **_at("evading", "refuses_in_many_words"),
     **_at("forwards", "seeds_alike", "masks_alike", "scales_evaluation", "keeps_own_buffers"),
 }

@@ -36,6 +36,21 @@ class _OtherSettings(DDPStrategy):
                 group.update(before)
 
 
+class TakesSigns(DDPStrategy):
+    """Steps what Muon orthogonalizes by signs instead, as another rule does; its momentum is right."""
+
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **more: Any) -> None:
+        muon = isinstance(optimizer, torch.optim.Muon)
+        stepped = [each for group in optimizer.param_groups for each in group["params"]] if muon else []
+        before = [each.detach().clone() for each in stepped]
+        super().engine_step(optimizer, closure, **more)
+        with torch.no_grad():
+            for parameter, weights in zip(stepped, before, strict=True):
+                if parameter.grad is not None:
+                    momentum = optimizer.state[parameter]["momentum_buffer"]
+                    parameter.copy_(weights - optimizer.param_groups[0]["lr"] * momentum.sign())
+
+
 class LevelsRates(_OtherSettings):
     """Steps every group at the learning rate of the first."""
 

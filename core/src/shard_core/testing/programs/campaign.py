@@ -217,7 +217,7 @@ def campaign(
                 break
             judgement = judge(program, at_hand)
             tally.add(program, judgement)
-            memory.follow(at_hand(world_size))
+            memory.follow(at_hand(world_size), compiled=bool(program.compiled))
             on_program(origin, judgement)
             if judgement.verdict == "defect":
                 defect = origin, program, judgement

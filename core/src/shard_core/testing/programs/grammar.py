@@ -136,7 +136,7 @@ def _norms(card: StrategyInfo) -> list[float]:
 
 
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
-    kinds = ["plain"] * 5 + ["two_forwards", "crossed", "retain_graph", "gradient", "eval"]
+    kinds = ["plain"] * 5 + ["accumulated"] * 2 + ["two_forwards", "crossed", "retain_graph", "gradient", "eval"]
     kinds += ["frozen"] * (chance.random() < 0.2) + ["penalty"] * (chance.random() < 0.4)
     kinds += ["by hand"] * (chance.random() < 0.08)
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
@@ -145,8 +145,8 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
     how = chance.choice(kinds)
     denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities and how not in _MEANS
     rows = [chance.randint(2, 4)] * program.world_size
-    if denominator and chance.random() < 0.6:
-        least = 2 if any("batch_norm" in model.parts for model in program.models) else 0
+    if how != "contrastive" and chance.random() < (0.6 if denominator else 0.2):
+        least = 2 if any("batch_norm" in model.parts for model in program.models) else 0 if denominator else 1
         rows = [chance.randint(least, 4) for _ in rows]
         rows[0] = max(rows[0], 1)
     key = chance.randrange(10**6)
@@ -156,7 +156,7 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         rows=tuple(rows),
         how=how,
         denominator=denominator,
-        deferred=chance.random() < 0.25,
+        deferred=how != "accumulated" and chance.random() < 0.25,
         extra="extra" in program.models[number].parts and chance.random() < 0.5,
     )
 
@@ -216,9 +216,9 @@ def _odd(
         ops.Reduce(key=key, how=chance.choice(ops.WAYS[ops.Reduce])),
         ops.Seed(seed=chance.randrange(1000)),
         ops.Save(blocking=chance.random() < 0.6),
-        *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 4,
+        *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 6,
         ops.Fail(how=chance.choice(ops.WAYS[ops.Fail])),
         ops.SavePretrained(module=number),
-        *[ops.LoadWeights(module=number)] * 4,
+        *[ops.LoadWeights(module=number)] * 5,
     ]
     return [each for each in proposals if _NEEDS.get(type(each)) in (None, *card.capabilities)]

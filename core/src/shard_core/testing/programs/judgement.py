@@ -169,7 +169,7 @@ def _stops(program: Program, traces: Sequence[Trace]) -> Judgement:
     if first is None:
         return Judgement(verdict="equal")
     where = _name(program, first.at)
-    if any(stop is None or (stop.at, stop.kind) != (first.at, first.kind) for stop in stops):
+    if any(stop is None or stop.alike != first.alike for stop in stops):
         return Judgement(verdict="defect", at=first.at, symptom=f"ranks disagree {where}", text=str(stops))
     if not first.ours or first.kind in _NEVER_RIGHT:
         return Judgement(verdict="defect", at=first.at, symptom=f"{where} {first.kind}", text=first.text)
@@ -183,6 +183,9 @@ def _stops(program: Program, traces: Sequence[Trace]) -> Judgement:
 def _changed(program: Program, trace: Trace) -> str:
     """Name what a refused operation changed of what was shown last."""
     assert trace.stop is not None
+    for name in trace.stop.touched:
+        if trace.stop.at < 0 or not isinstance(program.operations[trace.stop.at], ops.TOUCHES[name]):
+            return name
     for key, value in (trace.stop.after or {}).items():
         shown = max((at for at, values in enumerate(trace.shown, trace.begin) if key in values), default=None)
         if shown is None:  # state that there was none of

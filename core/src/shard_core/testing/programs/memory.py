@@ -24,22 +24,31 @@ class Memory:
     """Follows the resident memory of a world's ranks.
 
     The first programs load what all later ones use, and a single look may fall on a cache that has just grown. So
-    growth is the median slope between looks of the later half, of the rank that keeps most.
+    growth is the median slope between looks of the later half, of the rank that keeps most. What torch's compiler keeps
+    of each program that it has compiled, be it reset or not, is no strategy's: growth with such a program is left out.
     """
 
     def __init__(self) -> None:
         self._programs = 0
         self._looks: list[tuple[int, list[int]]] = []
+        self._last: list[int] = []
+        self._compilers: list[int] = []
+        self._compiled = False
 
-    def follow(self, world: World) -> None:
-        """Count a program that has ended, and look at the ranks now and then."""
+    def follow(self, world: World, *, compiled: bool) -> None:
+        """Count a program that has ended, compiled or not, and look at the ranks now and then."""
         self._programs += 1
+        self._compiled |= compiled
         if self._programs % _EVERY == 0 and _STATM.exists():
-            self.add(self._programs, world.run(resident))
+            self.add(self._programs, world.run(resident), compiled=self._compiled)
+            self._compiled = False
 
-    def add(self, programs: int, sizes: list[int]) -> None:
-        """Take down what each rank held after some programs, in bytes."""
-        self._looks.append((programs, sizes))
+    def add(self, programs: int, sizes: list[int], *, compiled: bool = False) -> None:
+        """Take down what each rank held after some programs, in bytes, and whether one since the last was compiled."""
+        before, self._last = self._last or sizes, sizes
+        kept = [(now - then) * compiled for then, now in zip(before, sizes, strict=True)]
+        self._compilers = [sum(pair) for pair in zip(self._compilers or [0] * len(sizes), kept, strict=True)]
+        self._looks.append((programs, [size - its for size, its in zip(sizes, self._compilers, strict=True)]))
 
     @property
     def growth(self) -> float | None:

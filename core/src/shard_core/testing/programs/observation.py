@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import linecache
 import os
+import re
 import sys
 import time
 import traceback
@@ -14,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from shard_core.errors import ShardError
@@ -40,6 +42,8 @@ class Stop:
         text: Its message, or the whole traceback of an exception that is not ours.
         ours: Whether it is one of ours.
         after: What ``state`` shows after it, where it could be asked.
+        touched: What this rank has no more as it was after the operation before: ``"gradients"``, ``"generator"``, or
+            which parameters are ``"trained"``.
     """
 
     at: int
@@ -47,6 +51,12 @@ class Stop:
     text: str
     ours: bool
     after: dict[str, Any] | None = None
+    touched: tuple[str, ...] = ()
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """Return what is the same on all ranks: where and why, but for numbers, and for words that are not ours."""
+        return self.at, self.kind, re.sub(r"\d+", "", self.text) if self.ours else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,6 +192,7 @@ class _Rank:
         self._strategies: list[Strategy] = []
         self._asked: tuple[Any, ...] | None = None
         self._built: set[weakref.ref[Any]] = set()
+        self._before: dict[str, Any] = {}
 
     def get_strategy(self, name: str, **options: Any) -> Strategy:
         strategy = get_strategy(name, **options)
@@ -202,16 +213,31 @@ class _Rank:
         assert number == self._begin + len(self.shown)
         generator = {"generator": torch.get_rng_state()}
         self.shown.append({name: _copied(value) for name, value in values.items()} | generator)
+        self._before = self._own()
 
     def stop(self, error: Exception) -> Stop:
         ours = isinstance(error, ShardError)
         text = str(error) if ours else "".join(traceback.format_exception(error))
         at = self._begin + len(self.shown)
         after = None
+        touched: tuple[str, ...] = ()
         if ours and self.shown and self._asked is not None and self._strategies[-1] is self._asked[0]:
+            own = self._own()
+            touched = tuple(name for name, value in own.items() if not _is_same(value, self._before[name]))
             with contextlib.suppress(ShardError):  # what is refused may be what was done before
                 after = state(*self._asked)
-        return Stop(at=at, kind=type(error).__name__, text=text, ours=ours, after=after)
+        return Stop(at=at, kind=type(error).__name__, text=text, ours=ours, after=after, touched=touched)
+
+    def _own(self) -> dict[str, Any]:
+        """Return what an operation that is refused leaves alone, beside what ``state`` shows, as this rank has it."""
+        _, modules, optimizers = self._asked or (None, (), ())
+        stepped = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        on_cpu = all(each.device.type == "cpu" for each in stepped)  # looking at others has them compute
+        return {
+            "trained": [parameter.requires_grad for module in modules for parameter in module.parameters()],
+            "gradients": [_local(each.grad) for each in stepped] if on_cpu else [],
+            "generator": torch.get_rng_state(),
+        }
 
     def teardown(self) -> None:
         for strategy in self._strategies:
@@ -235,6 +261,23 @@ def _may_be_freed(module: torch.nn.Module) -> bool:
     """
     on_cpu = all(each.device.type == "cpu" for each in module.parameters())
     return on_cpu and not any(map(is_parametrized, module.modules()))
+
+
+def _local(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Copy what this rank has of a gradient."""
+    if gradient is None:
+        return None
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return own.detach().to_dense().clone()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Check that two values are the same, tensors bit by bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
 def _flat(value: Any) -> Any:

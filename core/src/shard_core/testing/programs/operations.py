@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+#: Micro-batches of an accumulated backward.
+MICRO_BATCHES = 3
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backward:
@@ -20,7 +23,8 @@ class Backward:
             all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named;
             ``"frozen"``: the layer on top is frozen before the backward, and trained again after it; ``"eval"``: of a
             module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients;
-            ``"by hand"``: by ``loss.backward()``, which a strategy may refuse.
+            ``"by hand"``: by ``loss.backward()``, which a strategy may refuse; ``"accumulated"``: of ``MICRO_BATCHES``,
+            of which the last is sent.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is.
@@ -360,10 +364,16 @@ Operation = (
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Operation.__args__}
 """The operations by name."""
+TOUCHES: dict[str, tuple[type[Any], ...]] = {
+    "trained": (Freeze, Backward),
+    "gradients": (Backward, Closure, Forward, EditGradients, ZeroByHand, ZeroGrad),
+    "generator": (Backward, Closure, Forward, Evaluate, ShowAverage, Initialize, Seed),
+}
+"""What operations change by themselves before a strategy could refuse them; a refusal leaves the rest alone."""
 WAYS: dict[type[Any], tuple[str, ...]] = {
     Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
-        "eval", "penalty", "by hand",
+        "eval", "penalty", "by hand", "accumulated",
     ),
     Forward: ("train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted"),
     EditGradients: ("multiplied", "infinite", "clipped"),

@@ -48,6 +48,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "disable_reshard_on_root": ("False",),
     "tensor_parallel_size": ("2",),
     "plan": ("{}",),
+    "check_batches": ("False",),
 }
 _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": ("stage", 3)}
 """Options that act under some names of an engine alone, and are refused under its others."""
@@ -143,6 +144,10 @@ LEFT_OUT = (
     "a fused optimizer made after setup, where torch has no fused kernels for the device: its constructor says so",
     "dropout where ranks share layers, or where the device has a generator of its own: the masks are theirs to define",
     "tensor-parallel strategies before or after a switch, which change the number of data ranks",
+    "what a strategy's card does not promise: that it is refused by name is a promise of the kit",
+    "the options that are listed below by strategy: they do not change how it computes, or change what",
+    "no_backward_sync inside no_backward_sync, and gradients zeroed inside it",
+    "closures that compute more than a loss and its gradients, and schedulers other than StepLR",
 )
 """What plain PyTorch allows or would allow, and programs never do."""
 LEFT_OPEN = (
@@ -174,6 +179,14 @@ def offered(strategy: str) -> list[str]:
     # XLA's wrapper has nothing to do with the objects of torch's.
     torchs = "cpu" in card.devices
     return [f"{name}={value}" for name, value in drawn if torchs or not value.startswith("torch.distributed.")]
+
+
+def not_drawn() -> dict[str, list[str]]:
+    """List by strategy the options on its card that no program has, of those strategies that are installed."""
+    cards = (each.info for each in plugins.installed() if each.info is not None)
+    named = {card.name: {option.name for option in card.options} - card.presets.keys() for card in cards}
+    elsewhere = {"compile", "find_unused_parameters"}  # which follow from a program's models, and how it compiles them
+    return {name: sorted(options - OPTIONS.keys() - elsewhere) for name, options in named.items()}
 
 
 def agreeing(options: Sequence[str]) -> tuple[str, ...]:

@@ -284,6 +284,11 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     match operation.how:
         case "plain" | "by hand":
             lines += [loss, "loss.backward()" if operation.how == "by hand" else backward]
+        case "accumulated":
+            lines = [f"for micro in range({ops.MICRO_BATCHES}):"]
+            lines += [f"    given = {_batch(program, f'{operation.key} + micro', operation.rows)}"]
+            lines += [f"    with strategy.no_backward_sync({name}, enabled=micro < {ops.MICRO_BATCHES - 1}):"]
+            lines += [f"        {loss}", f"        {backward}"]
         case "retain_graph":
             lines += [loss, f"strategy.backward(loss, {name}{counted}, retain_graph=True)"]
             lines += [f"strategy.backward(0.5 * loss, {name}{counted})"]
@@ -321,19 +326,12 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
             ]
         case "through":
             first, second = MODULES
-            lines += [
-                f"loss = loss_of({second}(fed_back(given, {first}(given))), given{reduction})",
-                backward,
-            ]
+            lines += [f"loss = loss_of({second}(fed_back(given, {first}(given))), given{reduction})", backward]
         case "method":
             score = f"strategy.unwrap({name}).score(given{extra})"
-            lines += [
-                f"loss = {score}.{'sum' if operation.denominator else 'mean'}()",
-                backward,
-            ]
-    if operation.deferred:
-        lines = [f"with strategy.no_backward_sync({name}):", *(f"    {line}" for line in lines)]
-    return lines, shown
+            lines += [f"loss = {score}.{'sum' if operation.denominator else 'mean'}()", backward]
+    inside = [f"with strategy.no_backward_sync({name}):", *(f"    {line}" for line in lines)]
+    return inside if operation.deferred else lines, shown
 
 
 @statements.register(ops.Forward)
@@ -351,7 +349,7 @@ def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
     return lines, ["output=output.detach()"]
 
 
-def _batch(program: Program, key: int, rows: tuple[int, ...]) -> str:
+def _batch(program: Program, key: int | str, rows: tuple[int, ...]) -> str:
     count = f"{rows}[rank]" if len(set(rows)) > 1 else str(rows[0])
     dtype = input_dtype(program.precision)
     more = "" if dtype == torch.float32 else f", {dtype}"

@@ -276,6 +276,11 @@ class Oracle(PlainRun):
                 self._add(later)
                 self._add(loss)
                 return {"loss": loss.detach(), "later": later.detach()}
+            case "accumulated":
+                for micro in range(1, ops.MICRO_BATCHES):
+                    self._add(forward(given))
+                    given = batch(operation.key + micro, rank, rows)
+                loss = forward(given)
             case "gradient":
                 output = tensors_of(self._run(module, given, rank, extra=operation.extra))[0]
                 self._add(output, gradient=0.1 * given.targets.to(output))

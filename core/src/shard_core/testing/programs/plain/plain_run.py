@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Batch, Model, parameters_of
 from shard_core.testing.programs.plain.precisions import PlainPrecision, input_dtype
 from shard_core.testing.programs.program import share_of
@@ -17,7 +18,6 @@ from shard_core.testing.programs.settings import TAKES
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shard_core.testing.programs import operations as ops
     from shard_core.testing.programs.program import OptimizerSpec, Program
 
 Values = dict[str, Any]
@@ -214,7 +214,7 @@ class PlainRun:
 
     def _note(self, operation: ops.Backward) -> None:
         """Count denominators, once for each backward."""
-        calls = 2 if operation.how in ("retain_graph", "crossed") else 1
+        calls = {"retain_graph": 2, "crossed": 2, "accumulated": ops.MICRO_BATCHES}.get(operation.how, 1)
         if operation.denominator:
             for spec, count in zip(self._program.optimizers, self._counts, strict=True):
                 if operation.how == "through" or spec.module == operation.module:
