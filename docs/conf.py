@@ -12,7 +12,7 @@ project = "Shard"
 author = "The Shard authors"
 release = importlib.metadata.version("shard-core")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon", "promises"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon", "promises", "seen"]
 exclude_patterns = ["_build", "examples", "extensions"]
 html_theme = "furo"
 html_title = "Shard"

@@ -171,6 +171,12 @@ def test_the_tutorial_tells_every_option_of_the_example():
     assert sorted(listed) == sorted(set(example_options()) - {"--help"})
 
 
+def test_it_is_recorded_of_every_strategy_where_it_was_seen_to_run():
+    assert {(each.name, each.package) for each in plugins.seen_strategies()} == {
+        (each.name, each.distribution) for each in PRESENT
+    }
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/backends/index.md"])
 def test_strategies_are_those_that_shard_list_shows(name):
     listed = page(name).table("name", "package", "what it does")

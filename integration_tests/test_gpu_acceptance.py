@@ -96,6 +96,22 @@ def test_sections_run_tiny(name: str, ledger: Ledger) -> None:
     assert all(case in device_page.page(records) for case in CHEAP[name])
 
 
+def test_what_kits_have_found_is_what_strategies_were_seen_on() -> None:
+    found = json.loads((ROOT / "integration_tests" / "gpu" / "gpu.json").read_text())
+    known = json.loads(device_page.RECORD.read_text())
+    assert device_page.record(known, found) == known
+    assert device_page.PAGE.read_text() == device_page.page(found)
+    kit = {"device": "a card", "torch": "2.11.0", "date": "2026-01-01", "on": "cuda", "quick": False, "seconds": 1.0}
+
+    def seen(**changes: Any) -> Any:
+        run = {**kit, "status": PASSED, **changes}
+        return device_page.record(known, {device_page.KIT + "ddp": run})["ddp"]["on"]["cuda"]
+
+    assert seen() == {"device": "a card", "torch": "2.11.0", "date": "2026-01-01"}
+    assert seen(status=FAILED) is None
+    assert seen(status=NOT_REACHED) == seen(quick=True) == known["ddp"]["on"]["cuda"]
+
+
 @pytest.mark.parametrize("name", accept.SECTIONS)
 def test_cases_have_names_of_their_own(name: str) -> None:
     names = [case.name for case in importlib.import_module(f"section_{name}").cases()]

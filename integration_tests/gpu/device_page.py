@@ -1,4 +1,8 @@
-"""Write docs/reference/gpu.md: ``python integration_tests/gpu/device_page.py gpu.json``."""
+"""Write what was found on a device: ``python integration_tests/gpu/device_page.py gpu.json``.
+
+The page is docs/reference/gpu.md. The record of where each strategy was seen to keep the contract is installed with
+core, which shows it in ``shard show``, ``shard list`` and on the pages of backends.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "gpu.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reference" / "gpu.md"
+RECORD = ROOT / "core" / "src" / "shard_core" / "plugins" / "seen.json"
+KIT = "contract/kit: "
 HEAD = """# On a GPU
 
 What the acceptance program has found on a machine with a GPU. It writes after each case how it ended; this page is
-made from that file:
+made from that file, and so is the record of where each strategy was seen to run, which `shard show` prints:
 
 ```console
 $ python integration_tests/gpu/accept.py --into gpu.json
@@ -49,6 +56,19 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def record(
+    known: Mapping[str, Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the record with what kits have found in whole runs: all promises kept, or some of them broken."""
+    seen = {name: {**each, "on": dict(each["on"])} for name, each in known.items()}
+    for key, each in records.items():
+        name = key.removeprefix(KIT)
+        if key.startswith(KIT) and name in seen and each["status"] in ("passed", "failed") and not each["quick"]:
+            where = {part: each[part] for part in ("device", "torch", "date")}
+            seen[name]["on"][each["on"]] = where if each["status"] == "passed" else None
+    return seen
+
+
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
@@ -67,4 +87,6 @@ def _text(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(json.loads(Path(sys.argv[1]).read_text())))
+    found = json.loads(Path(sys.argv[1]).read_text())
+    PAGE.write_text(page(found))
+    RECORD.write_text(json.dumps(record(json.loads(RECORD.read_text()), found), indent=1) + "\n")

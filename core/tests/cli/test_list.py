@@ -36,6 +36,7 @@ def test_built_ins():
         assert (row["package"], row["version"]) == ("shard-core", version)
         assert (row["available"], row["problem"]) == (True, None)
         assert row["summary"]
+        assert set(row["seen_on"]) == {"cpu", "cuda"}
 
 
 def test_what_cannot_be_used_is_listed_with_its_sentence(site):
@@ -48,12 +49,14 @@ def test_what_cannot_be_used_is_listed_with_its_sentence(site):
         "package": "shard-toy",
         "version": "1.0.0",
         "summary": "a [toy] for tests",
+        "seen_on": None,
         "available": False,
         "problem": sentence,
     }
     shown = CliRunner(env={"COLUMNS": "300"}).invoke(main, ["list"])
     assert shown.exit_code == 0
     assert "a [toy] for tests" in shown.stdout
+    assert "seen on: no record" in shown.stdout
     assert sentence in shown.stdout
 
 

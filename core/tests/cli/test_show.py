@@ -53,6 +53,7 @@ def test_json_says_all_a_strategy_says(name):
         each.name: each.value for each in info.capabilities
     }
     assert card["devices"] == list(info.devices)
+    assert card["seen_on"]["cpu"]["device"] == "CPU"
     assert [each["name"] for each in card["precisions"]] == list(info.precisions)
     assert [set(each) for each in card["options"]] == [{"name", "type", "default", "help"}] * len(info.options)
 
@@ -98,6 +99,7 @@ def test_people_read_the_same():
     text = CliRunner(env={"COLUMNS": "100"}).invoke(main, ["show", "ddp"]).stdout
     info = find("ddp")
     assert text.startswith(f"ddp: {info.summary}\nshard-core ")
+    assert "\nseen to run on: CPU (torch " in text
     for capability in Capability:
         assert (f"\n  {capability.name} " in text) == (capability in info.capabilities)
     for row in (

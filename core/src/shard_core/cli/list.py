@@ -25,6 +25,9 @@ def command(as_json: bool) -> None:
     table = Table("name", "package", "summary", box=box.SIMPLE_HEAD)
     for each in installed:
         says = Text(each.summary)
+        if each.info is not None:
+            seen = plugins.where_seen(plugins.seen_on(each.name, each.distribution), when=False)
+            says.append(f"\nseen on: {seen}", style="dim")
         if each.problem:
             says.append("\n" * bool(each.summary) + each.problem, style="red")
         table.add_row(each.name, f"{each.distribution} {each.version}", says)
@@ -37,6 +40,7 @@ def _row(each: plugins.Installed) -> dict[str, object]:
         "package": each.distribution,
         "version": each.version,
         "summary": each.summary,
+        "seen_on": plugins.seen_on(each.name, each.distribution),
         "available": each.problem is None,
         "problem": each.problem,
     }

@@ -55,6 +55,7 @@ def _card(name: str) -> dict[str, Any]:
         ],
         "precisions": [_precision({**POLICIES, **info.policies}, each) for each in info.precisions],
         "devices": list(info.devices),
+        "seen_on": plugins.seen_on(name, offer.distribution),
         "options": _options(info.options, info.presets),
         "common_options": _options(options_of(RunOptions), {}),
     }
@@ -83,6 +84,7 @@ def _print(card: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(Text(f"{card['name']}: {card['summary']}"))
     console.print(Text(f"{card['package']} {card['version']}, on {', '.join(card['devices'])}"))
+    console.print(Text(f"seen to run on: {plugins.where_seen(card['seen_on'])}"))
     if card["problem"]:
         console.print(Text(card["problem"], style="red"))
     console.print(_listing("Promises", {each["name"]: each["promise"] for each in card["capabilities"]}))

@@ -17,6 +17,7 @@ from shard_core.plugins.hooks import hookimpl
 from shard_core.plugins.info import StrategyInfo
 from shard_core.plugins.manager import Installed, Plugins
 from shard_core.plugins.references import load_object
+from shard_core.plugins.seen import Seen, seen_on, seen_strategies, where_seen
 from shard_core.plugins.shared_config import FullyShardOptions, LayerOptions, refuse_other_values
 from shard_core.plugins.signatures import check_signature
 from shard_core.precision.interface import PrecisionPolicy
@@ -35,6 +36,7 @@ __all__ = [
     "Option",
     "Plugins",
     "PrecisionPolicy",
+    "Seen",
     "StrategyInfo",
     "arranged",
     "check_signature",
@@ -49,6 +51,9 @@ __all__ = [
     "plugins",
     "precision_names",
     "refuse_other_values",
+    "seen_on",
+    "seen_strategies",
+    "where_seen",
 ]
 
 
