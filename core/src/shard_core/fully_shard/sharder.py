@@ -22,12 +22,13 @@ from shard_core.fully_shard.gradient_hooks import GradientHooks
 from shard_core.fully_shard.named_parameters import list_shards
 from shard_core.fully_shard.object_outputs import shard_unit
 from shard_core.fully_shard.units import log_units, sharded_parts
+from shard_core.fully_shard.whole_loads import shard_full_tensors
 from shard_core.gradients import check_used_alike, is_differentiable, on_gradient
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
-from shard_core.parameters import laid_out_like, make_contiguous, plain_name
+from shard_core.parameters import make_contiguous, plain_name
 from shard_core.precision.dtypes import dtype_named
 from shard_core.replicas import AveragedGradients, send_values
 
@@ -169,7 +170,7 @@ class FullySharder:
         list_shards(module, self._calls[module])
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
-            part.register_load_state_dict_pre_hook(functools.partial(_shard_full_tensors, weakref.ref(module)))
+            part.register_load_state_dict_pre_hook(functools.partial(shard_full_tensors, weakref.ref(module)))
         return units
 
     @contextlib.contextmanager
@@ -370,29 +371,6 @@ class FullySharder:
             handle.remove()
 
         handle = module.register_forward_pre_hook(check, prepend=True)
-
-
-def _shard_full_tensors(
-    root: weakref.ref[torch.nn.Module],
-    module: torch.nn.Module,
-    state_dict: dict[str, torch.Tensor],
-    prefix: str,
-    metadata: dict[str, Any],
-    *others: object,
-) -> None:
-    """Shard full tensors that ``load_state_dict`` is given, which torch would not mix with shards.
-
-    With ``assign=True`` they are copied, too: what is assigned in a shard's place, the unit would never see.
-    """
-    del others
-    metadata.pop("assign_to_params_buffers", None)
-    whole = root()
-    if whole is not None:
-        reshard(whole)
-    for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
-        key = plain_name(name)
-        if key in state_dict:
-            state_dict[key] = laid_out_like(parameter, state_dict[key])
 
 
 def _unsharded(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:
