@@ -56,8 +56,8 @@ classes of what they return, ``WeightConverter`` and ``WeightRenaming``, and the
 ``convert``. Imported where such a model is loaded. Checked on transformers 5.23.0. They can go when transformers
 converts a state dict in public without building the model whole.
 
-``torch._C._current_graph_task_id``: whether autograd runs just now, since activation checkpointing calls modules again
-from there, and which of its backwards that is. It can go when torch shows it in public.
+``torch._C._current_graph_task_id``: whether autograd runs just now, which calls modules again for activation
+checkpointing, and which backward; ``Variable._execution_engine``: of its end. They can go when torch shows both.
 ``torch.utils._pytree.tree_leaves``: what torch looks into for tensors of outputs. It can go when torch offers it.
 
 ``FSDPModule._get_fsdp_state``, and of what it returns ``_fsdp_param_groups`` (``_fsdp_param_group`` in torch 2.9.0) and
@@ -107,6 +107,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "at_backward_end",
     "begin_anew",
     "custom_policy_targets",
     "default_store",
@@ -134,7 +135,6 @@ __all__ = [
     "shards_and_unsharded",
     "tree_leaves",
     "unset_fake_temporarily",
-    "unsharded_parameters",
     "version_of",
     "written_arguments",
 ]
@@ -231,6 +231,12 @@ def running_backward() -> int | None:
     return None if number == -1 else number
 
 
+def at_backward_end(call: Callable[[], object]) -> None:
+    """Have a function called at the end of the backward that runs, after what torch does there, if it comes to it."""
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(call))
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether torch.compile has compiled a module or anything in it."""
     return any(
@@ -272,11 +278,6 @@ def shards_and_unsharded(module: object) -> Iterator[tuple[torch.nn.Parameter, t
     return ((each.sharded_param, getattr(each, "_unsharded_param", None)) for each in parameters)
 
 
-def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """List what a unit has computed with so far, each the same tensor in all its forwards; nothing of other modules."""
-    return [each for _, each in shards_and_unsharded(module) if each is not None]
-
-
 def gathered_for(module: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
     """Return which shard each tensor stands for that a unit has computed with so far; nothing of other modules."""
     return {computing: shard for shard, computing in shards_and_unsharded(module) if computing is not None}
@@ -289,7 +290,7 @@ def is_gathered(module: torch.nn.Module) -> bool:
 
 def left_gradients(units: Iterable[object]) -> bool:
     """Return whether a unit has kept whole gradients after a backward, of whose end it was not told."""
-    groups = (group for part in units for group in _unit_groups(part) if group.is_unsharded)
+    groups = (group for part in units for group in _unit_groups(part))
     return any(_has_whole_gradient(parameter) for group in groups for parameter in group.fsdp_params)
 
 
@@ -332,7 +333,7 @@ def drop_deferred_gradients(module: torch.nn.Module) -> None:
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
-    for unsharded in unsharded_parameters(module):
+    for unsharded in gathered_for(module):
         unsharded.grad = None
 
 

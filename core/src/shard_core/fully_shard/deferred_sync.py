@@ -12,11 +12,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_core._versions import deferred_shards, drop_deferred_gradients, unsharded_parameters, version_of
+from shard_core._versions import (
+    at_backward_end,
+    deferred_shards,
+    drop_deferred_gradients,
+    gathered_for,
+    running_backward,
+    version_of,
+)
 from shard_core.errors import SetupError
 from shard_core.fully_shard.units import sharded_parts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shard_core.fully_shard.units import Unit
 
 
@@ -82,7 +91,7 @@ class _Group:
     def watch(self) -> None:
         """Begin to note which parameters get gradients; torch makes what computes when it is first gathered."""
         self._reached.clear()
-        for parameter in unsharded_parameters(self._unit):
+        for parameter in gathered_for(self._unit):
             if parameter not in self._watched and parameter.requires_grad:
                 # Garbage collection does not see what such a hook holds: with the unit, it would hold the whole model.
                 parameter.register_post_accumulate_grad_hook(functools.partial(_note, weakref.ref(self)))
@@ -108,6 +117,64 @@ class _Group:
         if self._reached:
             self.pending = set(self._reached) if deferred else set()
         return None
+
+
+class PlainBackward:
+    """Follows ``loss.backward()``, of whose begin only a hook of what forwards have returned tells.
+
+    What it mixes up of deferred gradients is refused as it ends; what it defers itself waits as if the strategy had.
+
+    Args:
+        syncs: What notices deferred gradients that are mixed up, by module.
+        gradients: What follows deferred gradients, by module.
+        deferring: The modules that defer theirs just now.
+        drop_discarded: Called at its begin.
+
+    Attributes:
+        running: Autograd's number of the one that has begun and not ended; an exception may have ended it since.
+    """
+
+    def __init__(
+        self,
+        syncs: Mapping[nn.Module, DeferredSync],
+        gradients: Mapping[nn.Module, DeferredGradients],
+        deferring: Collection[nn.Module],
+        drop_discarded: Callable[[], None],
+    ) -> None:
+        self.running: int | None = None
+        self._syncs, self._gradients, self._deferring = syncs, gradients, deferring
+        self._drop_discarded = drop_discarded
+
+    def begin(self) -> None:
+        """Begin, once for all modules that the loss has come through."""
+        if self.running == running_backward():
+            return
+        self.running = running_backward()
+        at_backward_end(self._end)
+        self._drop_discarded()
+        for sync in self._syncs.values():
+            sync.begin_backward()
+
+    def _end(self) -> None:
+        for sync in self._syncs.values():
+            sync.end_backward(named=False)
+        self.running = None
+        for module in self._deferring:
+            gradients = self._gradients[module]
+            if not gradients.wait and any(map(deferred_shards, sharded_parts(module))):
+                gradients.show()
+
+    def check_ended(self) -> None:
+        """Check that no exception has ended the last one, whose gradients a step would be taken with.
+
+        Raises:
+            SetupError: If one has.
+        """
+        if self.running is not None:
+            raise SetupError(
+                "an exception has ended loss.backward(), whose gradients are not all there; call zero_grad() and begin "
+                "the step anew."
+            )
 
 
 def _note(group: weakref.ref[_Group], parameter: torch.Tensor) -> None:

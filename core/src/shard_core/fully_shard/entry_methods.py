@@ -54,6 +54,7 @@ class EntryMethods:
     Args:
         module: A module that was sharded.
         units: Its units, inner ones before those around them.
+        before_forward: What is called before each such call, or the module's own.
         before_backward: What is called once in each backward that comes to what such a call, or the module's own, has
             returned.
         writes: Takes what such calls write to weights.
@@ -66,11 +67,13 @@ class EntryMethods:
         self,
         module: torch.nn.Module,
         units: Sequence[Unit],
+        before_forward: Callable[[], None],
         before_backward: Callable[[], None],
         writes: ForwardWrites,
     ) -> None:
         self.second_derivatives = SecondDerivatives(module)
         self._module = module
+        self._before_forward = before_forward
         self._before_backward = _OnceABackward(before_backward)
         self._writes = writes
         self._unit_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = dict.fromkeys(module.modules(), (module,))
@@ -130,6 +133,7 @@ class EntryMethods:
         # Activation checkpointing calls again in backward what has run before.
         if self._inside is not None or in_backward():
             return
+        self._before_forward()
         stale = self._free_stale()
         self._inside = part.register_forward_hook(self._leave, always_call=True)
         if part is self._module:

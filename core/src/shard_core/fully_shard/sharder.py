@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shard_core._versions import begin_anew, freeze_unsharded, left_gradients
 from shard_core.errors import SetupError
-from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync
+from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync, PlainBackward
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
 from shard_core.fully_shard.forward_writes import ForwardWrites
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
@@ -89,6 +89,7 @@ class FullySharder:
         self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._in_backward = False
+        self._plain = PlainBackward(self._syncs, self._gradients, self._deferring, self._drop_discarded)
         self._recording: Recording | None = None
         self._leaves_parameters = False
 
@@ -166,7 +167,7 @@ class FullySharder:
         self._hooks[module].move(names)
         self._writes[module] = ForwardWrites(module, units, self._mesh)
         follow = functools.partial(self._begin_plain_backward, self._hooks[module])
-        self._calls[module] = EntryMethods(module, units, follow, self._writes[module])
+        self._calls[module] = EntryMethods(module, units, self._begin_forward, follow, self._writes[module])
         list_shards(module, self._calls[module])
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
@@ -233,7 +234,12 @@ class FullySharder:
             sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
             check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
 
+    def _begin_forward(self) -> None:
+        self._begin_anew()
+        self._check_left()  # by a backward past the strategy
+
     def _begin_backward(self) -> None:
+        self._begin_anew()
         for writes in self._writes.values():
             writes.take()
         self._drop_discarded()
@@ -247,9 +253,14 @@ class FullySharder:
         for calls in self._calls.values():
             calls.second_derivatives.gather()
 
+    def _begin_anew(self) -> None:
+        """Begin anew where an exception has ended a backward past the strategy."""
+        if self._plain.running is not None:
+            self.drop_unfinished()
+
     def _begin_plain_backward(self, hooks: GradientHooks) -> None:
         if not self._in_backward:  # which has begun with them
-            self._drop_discarded()
+            self._plain.begin()
             hooks.begin_backward()
 
     def _check_backward(self, parameter: torch.Tensor) -> None:
@@ -274,6 +285,7 @@ class FullySharder:
 
     def drop_unfinished(self) -> None:
         """Throw away all gradients, and what a backward that an exception has ended was about to send."""
+        self._plain.running = None
         for sharded, gradients in self._gradients.items():
             gradients.drop_all(sharded)
             begin_anew(sharded)
@@ -292,10 +304,12 @@ class FullySharder:
         """Check that no unit has kept gradients since nothing told it of the backward's end."""
         for sharded, gradients in self._gradients.items():
             if sharded not in self._deferring and not gradients.wait and left_gradients(sharded_parts(sharded)):
+                self.drop_unfinished()
                 raise SetupError(
                     f"the loss came through {type(sharded).__name__.removeprefix('FSDP')}, but not through what its "
-                    "forward has returned, so its gradients are left on their rank; return what the loss is computed "
-                    "from: a tensor, a tuple, a dict, a dataclass or an object with tensors for attributes."
+                    "forward has returned, so its gradients were left on their rank, and are thrown away; return what "
+                    "the loss is computed from: a tensor, a tuple, a dict, a dataclass or an object with tensors for "
+                    "attributes."
                 )
 
     def close(self) -> None:
@@ -314,8 +328,10 @@ class FullySharder:
             optimizer: One over shards.
 
         Raises:
-            SetupError: If one does.
+            SetupError: If one does, or if an exception has ended a backward past the strategy.
         """
+        self._plain.check_ended()
+        self._check_left()
         self._drop_discarded()
         waiting = [gradients for gradients in self._gradients.values() if gradients.wait]
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]} if waiting else set()

@@ -52,18 +52,18 @@ class Accumulation:
         """What the losses were multiplied by whose gradients are yet to be unscaled; None if there are none."""
         return self._loss_scale if self._backwards and not self._final else None
 
-    def add(self, denominator: float | torch.Tensor | None, loss_scale: float) -> None:
-        """Record one backward.
+    def check_adds_up(self, denominator: float | torch.Tensor | None, *, scaled: bool) -> None:
+        """Check that a backward's gradients add up with those that are there, before it begins.
 
         Args:
             denominator: What the loss of this micro-batch is a sum over, on this rank.
-            loss_scale: What the loss was multiplied by.
+            scaled: Whether the loss is to be multiplied by a gradient scaler's factor.
 
         Raises:
             SetupError: If the gradients were divided by denominators or unscaled already and not stepped since.
             InvalidOption: If only some micro-batches of a step have a denominator.
         """
-        if self._final and (denominator is not None or self.has_denominator or loss_scale != 1.0):
+        if self._final and (denominator is not None or self.has_denominator or scaled):
             raise SetupError(
                 "backward() after clipping would mix gradients that are divided by denominators, or unscaled, with "
                 "some that are not yet; call optimizer_step() and zero_grad() first, and clip only after the last "
@@ -74,6 +74,14 @@ class Accumulation:
                 "some micro-batches of this step have a denominator and some have none; pass denominator= "
                 "to every backward() of a step, or to none."
             )
+
+    def add(self, denominator: float | torch.Tensor | None, loss_scale: float) -> None:
+        """Record one backward.
+
+        Args:
+            denominator: As ``check_adds_up`` takes it.
+            loss_scale: What the loss was multiplied by.
+        """
         self._backwards += 1
         self._final = False
         self._loss_scale = loss_scale
@@ -176,12 +184,12 @@ class Accumulation:
         self._shown = _has_gradients(parameters)
 
     def reset_if_discarded(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Reset if the gradients of earlier backwards were to be seen and are gone without a step.
+        """Reset if the gradients of earlier backwards were to be seen, or clipped, and are gone without a step.
 
         Args:
             parameters: Whose gradients.
         """
-        if self._shown and not _has_gradients(parameters):
+        if (self._shown or self._final) and not _has_gradients(parameters):
             self.reset()
 
     def reset(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shard_core._versions import unsharded_parameters
+from shard_core._versions import gathered_for
 from shard_core.gradients import graph_nodes
 
 if TYPE_CHECKING:
@@ -51,4 +51,4 @@ def _leaves(module: nn.Module) -> Iterator[torch.Tensor]:
             full = vars(part).get(name)
             if isinstance(full, torch.Tensor):
                 yield full
-        yield from unsharded_parameters(part)
+        yield from gathered_for(part)

@@ -116,6 +116,8 @@ class StrategyStep(StrategySetup):
                 accumulation.check_zeroed(parameters, self.collectives)
             accumulation.reset_if_discarded(parameters)
         accumulations = [accumulation for each in reached for _, accumulation in each.accumulations()]
+        for accumulation in accumulations:
+            accumulation.check_adds_up(denominator, scaled=scaler is not None)
         factor = _factor(scaler, accumulations) if scaler else 1.0
         for accumulation in accumulations:
             accumulation.add(denominator, factor)

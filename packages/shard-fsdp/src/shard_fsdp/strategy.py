@@ -126,9 +126,9 @@ class FSDPStrategy(TorchEngine, Strategy):
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer; no unit goes on with what it gathered before."""
-        self._sharding.reshard()
         if closure is None:
             self._sharding.check_sent(optimizer)
+        self._sharding.reshard()
         super().engine_step(optimizer, closure, **kwargs)
 
     def engine_teardown(self) -> None:

@@ -116,9 +116,9 @@ class TPStrategy(TorchEngine, Strategy):
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer; the first time, see that what is whole in a group has one gradient there."""
-        self._sharding.reshard()
         if closure is None:
             self._sharding.check_sent(optimizer)
+        self._sharding.reshard()
         if closure is None and optimizer not in self._trusted and self._tensor_mesh.size() > 1:
             self._consistency.check_gradients(self._named_gradients(optimizer))
             self._trusted.add(optimizer)

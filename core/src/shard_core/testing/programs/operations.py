@@ -366,7 +366,8 @@ KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Operation.__args_
 """The operations by name."""
 TOUCHES: dict[str, tuple[type[Any], ...]] = {
     "trained": (Freeze, Backward),
-    "gradients": (Backward, Closure, Forward, EditGradients, ZeroByHand, ZeroGrad),
+    # Before a step, or clipped by a norm, they are divided by denominators, once.
+    "gradients": (Backward, Closure, ClipNorm, EditGradients, Forward, Step, ZeroByHand, ZeroGrad),
     "generator": (Backward, Closure, Forward, Evaluate, ShowAverage, Initialize, Seed),
 }
 """What operations change by themselves before a strategy could refuse them; a refusal leaves the rest alone."""
