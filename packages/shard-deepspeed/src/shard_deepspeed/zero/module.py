@@ -133,6 +133,8 @@ class ZeroModule:
 
     def make_ready(self) -> None:
         """Prepare a backward."""
+        if self._layout.lets_go:
+            self.copy_writes()  # of its forward: what it computes again would be without them
         self.follow_gradients()
         self._drop_discarded()
         if any(each.left for each in self._trained.values()):
