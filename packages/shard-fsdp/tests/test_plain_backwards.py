@@ -78,7 +78,24 @@ def added_up(strategy: Any, model: nn.Module, optimizer: torch.optim.Optimizer, 
     model(batch()).square().mean().backward()
 
 
+def thrown_away_compiled(strategy: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    """Throw away what the strategy has deferred, before ``loss.backward()`` through a module that was compiled."""
+    compiled = torch.compile(model, backend="eager")
+    x = batch()
+    if strategy is not None:
+        with deferred(strategy, model):
+            strategy.backward(compiled(x).square().mean(), model)
+    optimizer.zero_grad()
+    compiled(batch()).square().mean().backward()
+    loss = compiled(batch()).square().mean()
+    if strategy is None:
+        loss.backward()
+    else:
+        strategy.backward(loss, model)
+
+
 TRAINS: dict[str, Loop] = {"interrupted": interrupted, "thrown away": thrown_away, "added up": added_up}
+TRAINS["compiled"] = thrown_away_compiled
 
 
 def trained(name: str, loop: str) -> dict[str, torch.Tensor]:

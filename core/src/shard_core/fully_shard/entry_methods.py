@@ -89,6 +89,7 @@ class EntryMethods:
         for first, *_ in set(self._unit_of.values()):
             setattr(first, _PASS_ON, self._give_output)
             register_fsdp_forward_method(first, _PASS_ON)
+        module.register_forward_hook(torch.compiler.disable(self._announce_unwatched))
         for part in (each for unit in units for each in unit.modules):
             part.register_forward_hook(self._watch_unit)
         for part in module.modules():
@@ -113,6 +114,12 @@ class EntryMethods:
         """Watch what a unit returns: gradients may be computed inside the forward around it, too."""
         del part, args
         self.second_derivatives.watch(output)
+
+    def _announce_unwatched(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Announce a backward through what was compiled, inside of which no call is watched from its begin."""
+        del module, args
+        if self._inside is None and not in_backward():
+            self._announce_backward(Shown.of(output))
 
     def send_left(self) -> None:
         """Send gradients that a backward has left with units, having come past what they returned."""
