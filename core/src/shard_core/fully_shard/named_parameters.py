@@ -1,14 +1,18 @@
-"""Shards are what ``parameters()`` lists: between a forward and its backward torch would show gathered copies."""
+"""Shards by name: ``parameters()`` lists them at any time, and ``load_state_dict`` fills them from full tensors."""
 
 from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from shard_core.fully_shard.entry_methods import reshard
+from shard_core.parameters import laid_out_like, plain_name
 
 if TYPE_CHECKING:
     from shard_core.fully_shard.entry_methods import EntryMethods
@@ -49,6 +53,29 @@ def list_shards(module: torch.nn.Module, calls: EntryMethods) -> None:
     for part in module.modules():
         # A bound method, as torch's compiler expects of those that users have replaced.
         vars(part)[named_parameters.__name__] = types.MethodType(named_parameters, part)
+
+
+def shard_full_tensors(
+    root: weakref.ref[torch.nn.Module],
+    module: torch.nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    prefix: str,
+    metadata: dict[str, Any],
+    *others: object,
+) -> None:
+    """Shard full tensors that ``load_state_dict`` is given, which torch would not mix with shards.
+
+    With ``assign=True`` they are copied, too: what is assigned in a shard's place, the unit would never see.
+    """
+    del others
+    metadata.pop("assign_to_params_buffers", None)
+    whole = root()
+    if whole is not None:
+        reshard(whole)
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        key = plain_name(name)
+        if key in state_dict:
+            state_dict[key] = laid_out_like(parameter, state_dict[key])
 
 
 def _own(part: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -19,10 +19,9 @@ from shard_core.fully_shard.entry_methods import EntryMethods, reshard
 from shard_core.fully_shard.forward_writes import ForwardWrites
 from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
 from shard_core.fully_shard.gradient_hooks import GradientHooks
-from shard_core.fully_shard.named_parameters import list_shards
+from shard_core.fully_shard.named_parameters import list_shards, shard_full_tensors
 from shard_core.fully_shard.object_outputs import shard_unit
 from shard_core.fully_shard.units import log_units, sharded_parts
-from shard_core.fully_shard.whole_loads import shard_full_tensors
 from shard_core.gradients import check_used_alike, is_differentiable, on_gradient
 from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
