@@ -33,7 +33,7 @@ def test_many_programs_are_right(strategy: str, environment: Mapping[str, str], 
 
 
 def check(strategy: str, environment: Mapping[str, str], folder: Path, *, count: int, seed: int) -> None:
-    """Run the kept programs and random ones: none may show a defect, and of ten one may be refused."""
+    """Run the kept programs and random ones: none may show a defect, and of ten one may be refused, of few two."""
     command = [sys.executable, "-m", "shard_core.testing", strategy, "--json"]
     more = ["--programs", str(count), "--seed", str(seed)]
     ran = subprocess.run(
@@ -43,4 +43,4 @@ def check(strategy: str, environment: Mapping[str, str], folder: Path, *, count:
     report = json.loads(ran.stdout)
     defect = report["defect"]
     assert defect is None, f"{defect['text']}\n{defect['script']}"
-    assert report["verdicts"]["refused"] <= max(1, count // 10), report["refusals"]
+    assert report["verdicts"]["refused"] <= max(2, count // 10), report["refusals"]
