@@ -123,6 +123,7 @@ def test_help_shows_torchruns_options_and_ours():
     assert "--strategy NAME" in done.stdout
 
 
+@pytest.mark.long
 def test_ranks_that_are_restarted_meet_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -188,6 +188,7 @@ export(sys.argv[1], sys.argv[2], max_shard_size=90, overwrite=True, progress=die
 """
 
 
+@pytest.mark.long
 def test_an_export_that_is_killed_leaves_what_was_there(checkpoint, tmp_path):
     out = tmp_path / "out"
     for before in (None, "model.safetensors"):

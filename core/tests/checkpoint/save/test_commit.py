@@ -295,9 +295,8 @@ def test_part_records_that_are_not_what_their_rank_wrote_are_named(tmp_path):
 
         def gather_and_damage(value):
             for part in (tmp_path / "c").glob("part-00001-*") if coordinator.rank == 1 else ():
-                damaged = tmp_path / "damaged"
-                damaged.write_bytes(part.read_bytes()[:-8] + b"\xff" * 8)
-                damaged.replace(part)  # rank 0 may be reading it
+                part.write_bytes(part.read_bytes()[:-8] + b"\xff" * 8)
+                coordinator.gather_objects = gather  # once: rank 0 reads it now, and removes it
             return gather(value)
 
         coordinator.gather_objects = gather_and_damage

@@ -153,6 +153,7 @@ def test_ranks_share_out_the_rows_of_each_batch():
         assert legal(program)
 
 
+@pytest.mark.long
 def test_a_program_goes_on_where_its_precision_is():
     drawn = [draw(seed, "ddp", others=("deepspeed_stage_1",)) for seed in range(900)]
     switches = {
