@@ -59,13 +59,12 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
 def record(
     known: Mapping[str, Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the record with what kits have found in whole runs: all promises kept, or some of them broken."""
+    """Return the record with the whole runs in which kits have found all promises kept."""
     seen = {name: {**each, "on": dict(each["on"])} for name, each in known.items()}
     for key, each in records.items():
         name = key.removeprefix(KIT)
-        if key.startswith(KIT) and name in seen and each["status"] in ("passed", "failed") and not each["quick"]:
-            where = {part: each[part] for part in ("device", "torch", "date")}
-            seen[name]["on"][each["on"]] = where if each["status"] == "passed" else None
+        if key.startswith(KIT) and name in seen and each["status"] == "passed" and not each["quick"]:
+            seen[name]["on"][each["on"]] = {part: each[part] for part in ("device", "torch", "date")}
     return seen
 
 

@@ -56,8 +56,8 @@ classes of what they return, ``WeightConverter`` and ``WeightRenaming``, and the
 ``convert``. Imported where such a model is loaded. Checked on transformers 5.23.0. They can go when transformers
 converts a state dict in public without building the model whole.
 
-``torch._C._current_graph_task_id``: whether autograd runs just now, which calls modules again for activation
-checkpointing, and which backward; ``Variable._execution_engine``: of its end. They can go when torch shows both.
+``torch._C._current_graph_task_id``: which backward runs just now, if one does; activation checkpointing calls modules
+again in it. ``Variable._execution_engine``: what to call at its end. They can go when torch shows both in public.
 ``torch.utils._pytree.tree_leaves``: what torch looks into for tensors of outputs. It can go when torch offers it.
 
 ``FSDPModule._get_fsdp_state``, and of what it returns ``_fsdp_param_groups`` (``_fsdp_param_group`` in torch 2.9.0) and

@@ -178,7 +178,7 @@ class PlainBackward:
 
 
 def _note(group: weakref.ref[_Group], parameter: torch.Tensor) -> None:
-    """Tell a unit's parameters, if they are still there, of a gradient."""
+    """Record that a parameter was given a gradient, if what follows its unit is still there."""
     here = group()
     if here is not None:
         here.note(parameter)
