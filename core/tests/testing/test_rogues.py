@@ -66,6 +66,7 @@ ROGUES = {
     "returns_to_the_forward": Fault("changes_past_a_forward_count"),
     "drops_the_clipped": Fault("backward_after_clipping_adds_up"),
     "keeps_denominators": Fault("zeroed_sums_leave_no_denominator"),
+    "counts_nothing_for_none": Fault("denominators_are_of_every_backward"),
     "takes_newcomers": Fault("layers_after_setup_train_or_are_refused"),
     "cuts_off_objects": Fault("objects_in_outputs_train"),
     # what loops and forwards do besides

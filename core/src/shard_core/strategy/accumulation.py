@@ -41,6 +41,12 @@ class Accumulation:
         self._final = False
         self._finite = True
         self._stepped = False
+        self._mixed = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients are there that are yet to be divided by denominators, or unscaled."""
+        return self._backwards > 0 and not self._final and (self._denominator is not None or self._loss_scale != 1.0)
 
     @property
     def has_denominator(self) -> bool:
@@ -60,9 +66,11 @@ class Accumulation:
             scaled: Whether the loss is to be multiplied by a gradient scaler's factor.
 
         Raises:
-            SetupError: If the gradients were divided by denominators or unscaled already and not stepped since.
+            SetupError: If the gradients were divided by denominators or unscaled already and not stepped since, or
+                some of them have come past the strategy's ``backward``.
             InvalidOption: If only some micro-batches of a step have a denominator.
         """
+        self._check_mixed()
         if self._final and (denominator is not None or self.has_denominator or scaled):
             raise SetupError(
                 "backward() after clipping would mix gradients that are divided by denominators, or unscaled, with "
@@ -108,10 +116,12 @@ class Accumulation:
             Whether every gradient on every rank is finite; always True without a scaler.
 
         Raises:
-            SetupError: If no backward of the strategy has made them, and they differ between ranks.
+            SetupError: If no backward of the strategy has made them, and they differ between ranks; or if only some
+                of them wait to be divided by denominators, or unscaled.
         """
         if self._final:
             return self._finite
+        self._check_mixed()
         if not self.by_backward and not are_alike(gradients(), collectives):
             raise SetupError(
                 "ranks are about to step with different gradients, and no strategy.backward has run since the last "
@@ -175,6 +185,18 @@ class Accumulation:
             )
         self._stepped = False
 
+    def note_mixed(self) -> None:
+        """Record that gradients have come past the strategy's ``backward``, to be neither divided nor unscaled."""
+        self._mixed = self._mixed or self.waits
+
+    def _check_mixed(self) -> None:
+        if self._mixed:
+            raise SetupError(
+                "loss.backward() has added gradients to those of losses with a denominator, or under a gradient "
+                "scaler, by which all would be divided; call strategy.backward(loss, model) for every loss, and "
+                "zero_grad() to begin the step anew."
+            )
+
     def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record, after a backward, whether there are gradients to be seen: an engine may have deferred them.
 
@@ -202,6 +224,7 @@ class Accumulation:
         self._final = False
         self._finite = True
         self._stepped = False
+        self._mixed = False
 
     def note_step(self) -> None:
         """Forget all backwards; their gradients, divided and unscaled, stay until they are zeroed."""

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.errors import InvalidOption, SetupError
+from shard_core.gradients import on_gradient
 from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -50,6 +51,7 @@ class SetUpModule:
         sparse_embeddings: Its embeddings made with ``sparse=True``, where the engine has dense gradients alone.
         known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
             its identity to what comes after.
+        watched: Those of its gradients that are watched for some that come past the strategy's ``backward``.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
         last_inside: Whether the last backward, of whichever module, stood inside, so that no step may follow, whatever
             the engine deferred.
@@ -72,6 +74,7 @@ class SetUpModule:
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     sparse_embeddings: DenseEmbeddingGradients | None = None
     known: set[torch.Tensor] = dataclasses.field(default_factory=set)
+    watched: set[Accumulation] = dataclasses.field(default_factory=set)
     inside_no_sync: bool = False
     last_inside: bool = False
 
@@ -86,6 +89,27 @@ class SetUpModule:
         """Forget what the module's gradients still needed: they begin anew."""
         for _, accumulation in self.accumulations():
             accumulation.reset()
+
+    def note_gradients(self, in_backward: Callable[[], bool]) -> None:
+        """Record, after a backward of the strategy, what gradients there are, and watch for others that come past it.
+
+        Those would be divided by denominators, too. One parameter stands for all, as hooks take time.
+
+        Args:
+            in_backward: Returns whether the strategy's own is running.
+        """
+        for parameters, accumulation in self.accumulations():
+            accumulation.note_gradients(parameters)
+            reached = next((each for each in parameters if each.grad is not None), None)
+            if reached is None or not accumulation.waits or accumulation in self.watched:
+                continue
+
+            def note(_: torch.Tensor, accumulation: Accumulation = accumulation) -> None:
+                if not in_backward():
+                    accumulation.note_mixed()
+
+            self.hooks.append(on_gradient(reached, note))
+            self.watched.add(accumulation)
 
     def drop_gradients(self) -> None:
         """Throw away the module's gradients, those that its optimizers hold elsewhere too."""

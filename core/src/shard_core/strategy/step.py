@@ -133,8 +133,8 @@ class StrategyStep(StrategySetup):
             raise
         finally:
             self._in_backward = False
-        for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
-            accumulation.note_gradients(parameters)
+        for each in reached:
+            each.note_gradients(lambda: self._in_backward)
 
     def clip_gradients_norm(
         self,

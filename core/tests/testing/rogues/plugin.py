@@ -58,6 +58,7 @@ FACTORIES = {
     **_at("step", "ignores_gradient", "averages_forwards_alone", "trains_the_unfrozen_alone"),
     **_at("step", "defers_in_silence", "repeats_itself", "refuses_to_defer", "steps_inside"),
     **_at("step", "averages_over_users", "returns_to_the_forward", "drops_the_clipped", "keeps_denominators"),
+    **_at("step", "counts_nothing_for_none"),
     **_at("step", "ignores_clip_value", "passes_non_finite", "scaled_norm", "resets_learning_rate"),
     **_at(
         "step",

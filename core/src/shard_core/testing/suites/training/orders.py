@@ -74,6 +74,27 @@ class Orders(Suite):
             for gradients, truth in zip(steps, _gradients_plainly(), strict=True):
                 oracle.assert_same_weights(gradients, truth, _BOUND, elementwise=True)
 
+    @pytest.mark.parametrize("how", ["without", "plain", "anew"])
+    @promise(
+        needs=Capability.DENOMINATOR,
+        after=("denominator_gives_the_global_mean", "plain_backward_is_right_or_refused"),
+        every_size=False,
+    )
+    def test_denominators_are_of_every_backward(self, ranks: Ranks, how: str) -> None:
+        """A step of losses with a denominator and some without, or ``loss.backward()``, is refused on all ranks.
+
+        Where such a loss is the first after gradients were set to ``None`` by hand, it may be right instead.
+
+        Usual cause:
+            Nothing notices gradients that come past the strategy's ``backward``, and the step divides them by what
+            other losses were sums over.
+        """
+        for answer in ranks.run(mix_denominators, how):
+            if how == "anew" and not isinstance(answer, str):
+                oracle.assert_same_weights(answer, _gradients_plainly()[0], _BOUND, elementwise=True)
+            else:
+                assert isinstance(answer, str), "a mean was added to sums that have denominators, and nobody refused"
+
 
 def _batches(count: int) -> list[tuple[Any, ...]]:
     return list(models.batches("plain", count, BATCH))
@@ -193,3 +214,23 @@ def zero_sums(subject: Subject) -> list[Gradients]:
                     (model if by_module else optimizer).zero_grad(set_to_none=set_to_none)
             steps.append(plain_descent.take_step(strategy, model, optimizer))
         return steps
+
+
+def mix_denominators(subject: Subject, how: str) -> Gradients | str:
+    """Take a step on a sum with a denominator and a loss without; return its gradient, or the strategy's error."""
+    with subject.strategy() as strategy:
+        model, optimizer = set_up(strategy, "plain", plain_descent.make_optimizer)
+        inputs, targets = models.share_of(strategy, _batches(1)[0])
+        try:
+            strategy.backward(model(inputs, targets, reduction="sum"), model, denominator=targets.numel())
+            if how == "anew":
+                for parameter in model.parameters():
+                    parameter.grad = None
+            loss = model(inputs, targets)
+            if how == "without":
+                strategy.backward(loss, model)
+            else:
+                loss.backward()
+            return plain_descent.take_step(strategy, model, optimizer)
+        except ShardError as refusal:
+            return str(refusal)
