@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -242,6 +243,24 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         A plain tensor without a gradient of its own.
     """
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@contextlib.contextmanager
+def alone_trained(chosen: Container[torch.Tensor], parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Have only some parameters trained within, where an engine takes those that are just then.
+
+    Args:
+        chosen: These.
+        parameters: All that can have a gradient.
+    """
+    before = {parameter: parameter.requires_grad for parameter in parameters}
+    try:
+        for parameter in before:
+            parameter.requires_grad_(parameter in chosen)
+        yield
+    finally:
+        for parameter, trained in before.items():
+            parameter.requires_grad_(trained)
 
 
 def check_no_gradients(names: ParameterNames) -> None:

@@ -132,3 +132,40 @@ def embed(static: bool) -> dict[str, list[float]]:
 def test_gradients_beside_a_sparse_one_are_averaged_once(worlds: Any, static: bool) -> None:
     truth = {"0.weight": [1.0], "0.bias": [1.0], "1.weight": [1.0, 0.0, 0.0], "2.weight": [3.0], "2.bias": [1.0]}
     assert worlds(2).run(embed, static) == [truth] * 2
+
+
+def go_on_after_an_exception(meanwhile: str) -> list[dict[str, list[float]]]:
+    """Return the gradients of two backwards after one that an exception ended, while one layer was as it was not."""
+    with get_strategy("ddp", find_unused_parameters=True) as strategy:
+        module = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("first", "second")})
+        module["rows"] = nn.Embedding(2, 1, sparse=True)
+        for parameter in module.parameters():
+            nn.init.ones_(parameter)
+        if meanwhile == "trained":
+            module["first"].requires_grad_(False)
+        module.forward = lambda given: module["second"](module["first"](given) + module["rows"](given.long() * 0))  # type: ignore[method-assign]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model, _ = strategy.setup_module_and_optimizers(module, [optimizer])
+        given = torch.full((1, 1), 1.0 + strategy.global_rank)
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError(gradient.shape)
+
+        module["first"].requires_grad_(meanwhile == "trained")
+        output = model(given)
+        output.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            strategy.backward(output.sum(), model)
+        module["first"].requires_grad_(True)
+        shown = []
+        for _ in range(2):
+            strategy.backward(model(given).sum(), model)
+            shown.append({name: each.grad.to_dense().flatten().tolist() for name, each in module.named_parameters()})
+        return shown
+
+
+@pytest.mark.parametrize("meanwhile", ["frozen", "trained"])
+def test_after_an_exception_what_is_averaged_is_what_was_before(worlds: Any, meanwhile: str) -> None:
+    once = {"first.weight": [1.5], "second.weight": [2.5], "rows.weight": [1.0, 0.0]}
+    twice = {name: [2 * each for each in gradient] for name, gradient in once.items()}
+    assert worlds(2).run(go_on_after_an_exception, meanwhile) == [[once, twice]] * 2

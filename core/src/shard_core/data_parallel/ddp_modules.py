@@ -18,7 +18,7 @@ from shard_core.data_parallel.accumulation_nodes import AccumulationNodes
 from shard_core.data_parallel.buffers import send_before_forward, send_buffers, sends_no_buffers
 from shard_core.errors import SetupError
 from shard_core.gradients import graph_nodes, is_differentiable, on_gradient, sparse_parameters
-from shard_core.parameters import plain_name
+from shard_core.parameters import alone_trained, plain_name
 from shard_core.replicas import average_gradients, send_values
 from shard_core.structures import is_nested
 
@@ -61,14 +61,10 @@ class DDPModules:
         """
         # Torch's wrapper divides gradients twice that come after a sparse one, unless the graph is static. What is
         # frozen here it leaves out, and backward averages that, too.
-        sparse = [parameter for parameter in sparse_parameters(module).values() if parameter.requires_grad]
-        for parameter in sparse:
-            parameter.requires_grad_(False)
-        try:
+        sparse = set(sparse_parameters(module).values())
+        sent = {parameter for parameter in module.parameters() if parameter.requires_grad and parameter not in sparse}
+        with alone_trained(sent, filter(is_differentiable, module.parameters())):
             return self._wrap(module)
-        finally:
-            for parameter in sparse:
-                parameter.requires_grad_(True)
 
     def _wrap(self, module: nn.Module) -> nn.Module:
         wrapped = module
@@ -292,7 +288,8 @@ class _Replica:
         self._unsent.clear()
         self._with_gradients, self._sent, self.waits = set(), True, False
         if self.wrapper is not None:  # made anew, as where it was pickled, with a reducer that has not begun
-            self.wrapper.__setstate__(self.wrapper.__getstate__())
+            with alone_trained(set(self.trained.values()), self.parameters):
+                self.wrapper.__setstate__(self.wrapper.__getstate__())
 
     def note_unsent(self) -> None:
         """Note what a backward has reached that the wrapper has not sent; every rank calls it."""
