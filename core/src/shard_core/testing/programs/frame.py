@@ -25,7 +25,6 @@ from shard_core.testing.programs.settings import (
     WHOLE,
     agreeing,
     offered,
-    splits_layers,
 )
 
 if TYPE_CHECKING:
@@ -134,13 +133,11 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         A program that only sets up.
     """
     own_kernels = "cpu" not in card.devices
-    own_masks = splits_layers(card) or own_kernels  # of a plan's styles, or of the device's own generator
-    known = [part for part in PARTS if not (own_masks and part == "dropout")]
     several = chance.random() < 0.15 and Capability.SEVERAL_MODULES in card.capabilities
     models = []
     for _ in range(1 + several):
-        weights = [_RARE.get(part, 1.0) for part in known]
-        parts = tuple(dict.fromkeys(chance.choices(known, weights, k=chance.randint(2, 5))))
+        weights = [_RARE.get(part, 1.0) for part in PARTS]
+        parts = tuple(dict.fromkeys(chance.choices(list(PARTS), weights, k=chance.randint(2, 5))))
         models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict", "object"])))
     two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
     # Torch's Adafactor divides by the number of elements.

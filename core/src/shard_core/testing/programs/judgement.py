@@ -16,6 +16,7 @@ from shard_core.errors import RankFailed
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.observation import run
+from shard_core.testing.programs.parts.dropout import why_improper
 from shard_core.testing.programs.plain.oracle import Oracle
 from shard_core.testing.programs.plain.precisions import rounding
 from shard_core.testing.programs.program import segments
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 BOUNDS = {
     "loss": 1e-5, "later": 1e-5, "output": 1e-5, "outputs": 1e-5, "norm": 1e-5, "gradients": 2e-5,
     "weights": 1e-5, "averaged": 1e-5, "full": 1e-5, "state": 1e-4, "reduced": 1e-6, "rates": 1e-9, "rate": 1e-9,
-    "factor": 0.0, "stepped": 0.0, "tracked": 0.0, "failed": 0.0, "generator": 0.0,
+    "factor": 0.0, "stepped": 0.0, "tracked": 0.0, "failed": 0.0, "generator": 0.0, "masks": 0.0,
 }  # fmt: skip
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
@@ -71,6 +72,7 @@ _BY_EACH_RANK = (
     "tracked",
     "failed",
     "generator",
+    "masks",
 )
 
 
@@ -220,11 +222,14 @@ def _compare(
         bounds["weights"] *= _MUON_ALLOWS
     scaled = POLICIES[program.precision].scaled
     for at, traces, truths in _truths(program, oracle, runs):
+        improper = why_improper(_masks(traces, at))
+        if improper:
+            return _Difference(at, "masks", improper, math.inf)
         for number, trace in enumerate(traces):
             if at - trace.begin >= len(trace.shown):
                 continue
             rank = trace.data_rank[0]
-            truth = truths[rank] | {"generator": oracle.generators[rank]}
+            truth = truths[rank] | {"generator": oracle.generators[rank], "masks": dict(enumerate(oracle.masks[rank]))}
             shown = trace.shown[at - trace.begin]
             found = _differs(shown, truth, at, slack or {}, bounds, whole=number == 0, scaled=scaled)
             if found:
@@ -242,10 +247,19 @@ def _truths(
     for traces in runs:
         begin = traces[0].begin
         for at in range(begin, begin + len(traces[0].shown)):
+            oracle.masks.update(_masks(traces, at))
             truths = oracle.play(program.operations[at]) if at >= 0 else [oracle.state()] * program.world_size
             if at == begin >= 0:
                 oracle.generators = _derived(traces)
             yield at, traces, truths
+
+
+def _masks(traces: Sequence[Trace], at: int) -> dict[int, list[torch.Tensor]]:
+    """Return what each data rank's dropout has kept in an operation, where its device has a generator of its own."""
+    shown = {
+        trace.data_rank[0]: trace.shown[at - trace.begin] for trace in traces if at - trace.begin < len(trace.shown)
+    }
+    return {rank: list(values["masks"].values()) for rank, values in shown.items()}
 
 
 def _derived(traces: Sequence[Trace]) -> list[torch.Tensor]:

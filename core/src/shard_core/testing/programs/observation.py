@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from shard_core.errors import ShardError
 from shard_core.selection import get_strategy
+from shard_core.testing.programs.parts.dropout import MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,8 +212,8 @@ class _Rank:
 
     def show(self, number: int, **values: Any) -> None:
         assert number == self._begin + len(self.shown)
-        generator = {"generator": torch.get_rng_state()}
-        self.shown.append({name: _copied(value) for name, value in values.items()} | generator)
+        own = {"generator": torch.get_rng_state(), "masks": dict(enumerate(MASKS.take()))}
+        self.shown.append({name: _copied(value) for name, value in values.items()} | own)
         self._before = self._own()
 
     def stop(self, error: Exception) -> Stop:

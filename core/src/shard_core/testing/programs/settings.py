@@ -142,7 +142,7 @@ LEFT_OUT = (
     "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
     "one outside: the contract refuses them",
     "a fused optimizer made after setup, where torch has no fused kernels for the device: its constructor says so",
-    "dropout where ranks share layers, or where the device has a generator of its own: the masks are theirs to define",
+    "dropout between layers that ranks split, where each draws a mask for its own part",
     "tensor-parallel strategies before or after a switch, which change the number of data ranks",
     "what a strategy's card does not promise: that it is refused by name is a promise of the kit",
     "the options that are listed below by strategy: they do not change how it computes, or change what",
@@ -157,6 +157,8 @@ LEFT_OPEN = (
     "which dtype is where in a precision: as the table on its card says",
     "the generators of data ranks after a load on another number of ranks: all must be apart",
     "gradients of a loss that was multiplied by too much, which no step takes",
+    "which masks a device draws that has a generator of its own: each keeps its share, no rank repeats one in an "
+    "operation, data ranks draw different ones, and all else is what these masks make of it",
     "by what data ranks above the first are seeded: derived from the seed and the rank, alike under every strategy",
     "rounding: the bounds in shard_core/testing/programs/judgement.py",
 )

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
 
+from shard_core.testing.programs.parts.dropout import Dropout
 from shard_core.testing.programs.parts.part import WIDTH, Linear, Part
 
 if TYPE_CHECKING:
@@ -110,16 +111,6 @@ class _Heads(Part):
         query, key, value = (each.transpose(1, 2) for each in (self.norm(next(heads)), self.norm(next(heads)), *heads))
         mixed = functional.scaled_dot_product_attention(query, key, value)
         out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
-
-
-class _Dropout(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.4)
-
-    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.dropout(super().forward(hidden, tokens))
         return out
 
 
@@ -234,7 +225,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "heads": _Heads,
     "twice": _Twice,
     "extra": Extra,
-    "dropout": _Dropout,
+    "dropout": Dropout,
     "experts": _Experts,
     "routed": _Routed,
     "recomputed": _Recomputed,

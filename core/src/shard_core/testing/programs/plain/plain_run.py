@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import hashlib
@@ -11,6 +12,7 @@ import torch
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Batch, Model, parameters_of
+from shard_core.testing.programs.parts.dropout import MASKS
 from shard_core.testing.programs.plain.precisions import PlainPrecision, input_dtype
 from shard_core.testing.programs.program import share_of
 from shard_core.testing.programs.settings import TAKES
@@ -52,6 +54,10 @@ class Count:
 class PlainRun:
     """Models, optimizers and schedulers, and each data rank's generator and buffers.
 
+    Attributes:
+        masks: What each data rank's dropout is to keep in the coming operation, where its device draws that by itself,
+            and what it has kept in the last one.
+
     Args:
         program: Whose.
         ranks: How many data ranks.
@@ -63,6 +69,7 @@ class PlainRun:
         self._program = program
         self._ranks = range(ranks)
         self._exchanges = exchanges_buffers
+        self.masks = collections.defaultdict[int, list[torch.Tensor]](list)
         self._strategy = program.strategy
         self._saved: Any = None
         self._written: dict[int, dict[str, torch.Tensor]] = {}
@@ -165,9 +172,12 @@ class PlainRun:
                 self._fill(number, buffers)
             torch.set_rng_state(self.generators[rank])
             self._calls = 0
+            MASKS.given = self.masks[rank]
             shown.append(turn(rank))
+            self.masks[rank] = MASKS.take()
             self.generators[rank] = torch.get_rng_state()
             self._buffers[rank] = [_buffers(model) for model in self.models]
+        MASKS.given = []
         return [together(shown)] * len(shown) if together else shown
 
     def _run(self, module: int, given: Batch, rank: int, *, extra: bool = False, method: str = "forward") -> Any:
