@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shard_core.testing.programs.campaign import campaign
-from shard_core.testing.programs.judgement import BOUNDS
+from shard_core.testing.programs.plain.comparison import BOUNDS
 
 ROGUES = (
     # what is clipped, and by which norm

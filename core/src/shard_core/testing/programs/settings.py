@@ -160,7 +160,7 @@ LEFT_OPEN = (
     "which masks a device draws that has a generator of its own: each keeps its share, no rank repeats one in an "
     "operation, data ranks draw different ones, and all else is what these masks make of it",
     "by what data ranks above the first are seeded: derived from the seed and the rank, alike under every strategy",
-    "rounding: the bounds in shard_core/testing/programs/judgement.py",
+    "rounding: the bounds in shard_core/testing/programs/plain/comparison.py",
 )
 """What a strategy may define for itself, so that plain PyTorch takes it from there; all else must be the same."""
 
