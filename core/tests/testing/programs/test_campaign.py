@@ -37,6 +37,8 @@ def test_kept_programs_come_first_and_all_are_counted(worlds):
     assert set(report.verdicts) == set(VERDICTS)
     assert sum(each.count for each in report.refusals) == report.verdicts["refused"]
     assert report.programs_per_second > 0
+    assert 0 < report.in_memory[0] < report.count
+    assert report.in_memory[1] < report.seconds
     assert 0 < report.cells.share < report.pairs.share < 1
 
 

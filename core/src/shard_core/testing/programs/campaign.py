@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from shard_core import plugins
 from shard_core.errors import InvalidOption
 from shard_core.testing.processes.worlds import Worlds
+from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.coverage import Coverage, Share
 from shard_core.testing.programs.grammar import draw
 from shard_core.testing.programs.judgement import Judgement, judge, patience
@@ -36,6 +37,8 @@ _HANGS_WITHIN = 0.4
 """Of the patience, while a hang is shrunk: what takes that long hangs, and a minute has room for a few of them."""
 _STARTS_WITHIN = 120.0
 _PARTICULARS = re.compile(r"'[^']*'|\d+(?:\.\d+)?")
+_FILES = (ops.Save, ops.Load, ops.Fail, ops.SavePretrained, ops.LoadWeights, ops.Switch)
+"""Operations whose time is that of the disk."""
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """What keeps strategies on the CPU, where the oracle computes."""
 
@@ -90,6 +93,7 @@ class Report:
         settled: How many broke a bound and were found to be rounding.
         refusals: The most frequent reason first.
         seconds: How long the programs took, without starting ranks and shrinking.
+        in_memory: How many programs neither compile nor touch files, and how long these took.
         growth: Bytes that a rank kept of each program, in the later half of them; None for too few to tell.
         grows: Whether that is more than a strategy may keep that lets go of what was torn down.
         median_length: Of the operations that were reached.
@@ -107,6 +111,7 @@ class Report:
     settled: int
     refusals: tuple[Refusal, ...]
     seconds: float
+    in_memory: tuple[int, float]
     growth: float | None
     grows: bool
     median_length: float
@@ -133,6 +138,12 @@ class Report:
         """Return how many programs were judged in a second."""
         return self.count / self.seconds if self.seconds else 0.0
 
+    @property
+    def in_memory_per_second(self) -> float:
+        """Return how many programs were judged in a second that neither compile nor touch files."""
+        count, seconds = self.in_memory
+        return count / seconds if seconds else 0.0
+
 
 class _Tally:
     """Counts judgements."""
@@ -141,11 +152,15 @@ class _Tally:
         self.coverage = coverage
         self.verdicts = dict.fromkeys(VERDICTS, 0)
         self.settled = 0
+        self.in_memory = (0, 0.0)
         self.lengths: list[int] = []
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._sentences: dict[tuple[str, str], str] = {}
 
-    def add(self, program: Program, judgement: Judgement) -> None:
+    def add(self, program: Program, judgement: Judgement, seconds: float) -> None:
+        if not program.compiled and not any(isinstance(each, _FILES) for each in program.operations):
+            count, before = self.in_memory
+            self.in_memory = count + 1, before + seconds
         self.verdicts[judgement.verdict] += 1
         self.settled += judgement.settled
         reached = len(program.operations) if judgement.verdict == "equal" else max(judgement.at, 0)
@@ -215,8 +230,9 @@ def campaign(
         for origin, program in _programs(kept, range(seed, seed + count), drawn):
             if end is not None and time.monotonic() >= end:
                 break
+            started = time.monotonic()
             judgement = judge(program, at_hand)
-            tally.add(program, judgement)
+            tally.add(program, judgement, time.monotonic() - started)
             memory.follow(at_hand(world_size), compiled=bool(program.compiled))
             on_program(origin, judgement)
             if judgement.verdict == "defect":
@@ -235,6 +251,7 @@ def campaign(
         settled=tally.settled,
         refusals=tally.refusals(),
         seconds=seconds,
+        in_memory=tally.in_memory,
         growth=memory.growth,
         grows=memory.grows,
         median_length=float(statistics.median(tally.lengths or [0])),

@@ -179,6 +179,7 @@ def _write(strategy: str, defect: Defect) -> str:
 def _record(report: Report, file: str | None) -> dict[str, Any]:
     record = dataclasses.asdict(report)
     record["programs_per_second"] = report.programs_per_second
+    record["in_memory_per_second"] = report.in_memory_per_second
     if report.defect:
         record["defect"] = {
             "origin": report.defect.origin,
@@ -208,6 +209,7 @@ def _print(report: Report, file: str | None) -> None:
         table.add_row(name, f"{share.share:.0%}, {share.seen} of {share.of}")
     table.add_row("median length", f"{report.median_length:g} operations")
     table.add_row("programs per second", f"{report.programs_per_second:.2f}")
+    table.add_row("without compiling and files", f"{report.in_memory_per_second:.2f}")
     if report.growth is not None:
         grows = ", which grows without end" * report.grows
         table.add_row("memory kept", f"{report.growth / 1024:.0f} KiB a program{grows}")

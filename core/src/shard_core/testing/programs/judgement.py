@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.plain.plain_run import Values
     from shard_core.testing.programs.program import Program
 
-_TWINS = 3
+_JITTERED = 3
+"""How many oracles are moved by rounding, to see how far it grows."""
 _PATIENCE, _PATIENCE_OF_COMPILERS = 20.0, 120.0
 _MUON_ALLOWS = 1000.0
 """Of weights. Torch's Muon orthogonalizes in bfloat16, in which other kernels round otherwise; where a gradient is of a
@@ -125,7 +126,7 @@ def _judge(program: Program, worlds: Callable[[int], World], timeout: float) -> 
     with _own_generator():
         found = _compare(program, runs)
         if found and not program.precision.startswith("64"):
-            found = _compare(program, runs, _chaos(program, runs))
+            found = _compare(program, runs, _sensitivity(program, runs))
     if found:
         symptom = f"{_name(program, found.at)} {found.kind}"
         excess = found.excess if math.isfinite(found.excess) else 0.0
@@ -184,7 +185,7 @@ def _as_before(key: str, before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def _compare(
-    program: Program, runs: Sequence[Sequence[Trace]], slack: Mapping[tuple[int, str], float] | None = None
+    program: Program, runs: Sequence[Sequence[Trace]], sensitivity: Mapping[tuple[int, str], float] | None = None
 ) -> _Difference | None:
     """Hold every value that was shown to the oracle's; return the first that differs."""
     oracle = Oracle(program, runs[0][0].data_rank[1], _exchanges(program))
@@ -204,7 +205,7 @@ def _compare(
             rank = trace.data_rank[0]
             truth = truths[rank] | {"generator": oracle.generators[rank], "masks": dict(enumerate(oracle.masks[rank]))}
             shown = trace.shown[at - trace.begin]
-            found = first_difference(shown, truth, at, slack or {}, bounds, whole=number == 0, scaled=scaled)
+            found = first_difference(shown, truth, at, sensitivity or {}, bounds, whole=number == 0, scaled=scaled)
             if found:
                 key, text, excess = found
                 text = f"rank {number}, {_name(program, at)} (operation {at}): {key} {text}"
@@ -243,26 +244,26 @@ def _derived(traces: Sequence[Trace]) -> list[torch.Tensor]:
     return states if len(alike) == len(states) else [torch.empty(0)] * len(states)
 
 
-def _chaos(program: Program, runs: Sequence[Sequence[Trace]]) -> dict[tuple[int, str], float]:
+def _sensitivity(program: Program, runs: Sequence[Sequence[Trace]]) -> dict[tuple[int, str], float]:
     """Measure how far each value moves when weights and gradients are moved by rounding."""
     generator = torch.Generator().manual_seed(program.seed)
     ranks = runs[0][0].data_rank[1]
     plain = Oracle(program, ranks, _exchanges(program))
-    twins = [Oracle(program, ranks, _exchanges(program)) for _ in range(_TWINS)]
-    chaos: dict[tuple[int, str], float] = {}
-    for steps in zip(*[_truths(program, each, runs) for each in (plain, *twins)], strict=True):
+    jittered = [Oracle(program, ranks, _exchanges(program)) for _ in range(_JITTERED)]
+    sensitivity: dict[tuple[int, str], float] = {}
+    for steps in zip(*[_truths(program, each, runs) for each in (plain, *jittered)], strict=True):
         (at, traces, truths), *others = steps
         for _, _, moved in others:
             for truth, other in zip(truths, moved, strict=True):
                 for key, value in flat(truth).items():
                     far = distance(flat(other).get(key, value), value)
                     if math.isfinite(far):
-                        chaos[at, key] = max(chaos.get((at, key), 0.0), far)
-        for each in (plain, *twins):
+                        sensitivity[at, key] = max(sensitivity.get((at, key), 0.0), far)
+        for each in (plain, *jittered):
             each.adopt(traces[0].shown[at - traces[0].begin])
-        for twin in twins:
-            twin.jitter(generator)
-    return chaos
+        for each in jittered:
+            each.jitter(generator)
+    return sensitivity
 
 
 def _name(program: Program, at: int) -> str:

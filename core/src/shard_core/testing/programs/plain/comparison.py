@@ -20,7 +20,8 @@ BOUNDS = {
 }  # fmt: skip
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
-_TWINS_ALLOW = 30.0
+_SENSITIVITY_ALLOWS = 30.0
+"""By how many times what rounding in weights and gradients moves a value it may differ further."""
 #: What has its dtype from the precision.
 _DTYPES = ("weights", "state", "gradients")
 #: What a rank shows that is the same on all, or its own; the rest is shown by rank 0 alone.
@@ -47,14 +48,14 @@ def first_difference(
     shown: Values,
     truth: Values,
     at: int,
-    slack: Mapping[tuple[int, str], float],
+    sensitivity: Mapping[tuple[int, str], float],
     bounds: Mapping[str, float],
     *,
     whole: bool,
     scaled: bool,
 ) -> tuple[str, str, float] | None:
     """Return the first value of one rank that differs after one operation: its key, how, and by what factor too far."""
-    flat, true = flat(shown), flat(truth)
+    found, true = flat(shown), flat(truth)
     largest: dict[str, float] = {}
     for key, value in true.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
@@ -66,24 +67,24 @@ def first_difference(
         kind = kind_of(key)
         if not whole and kind not in _BY_EACH_RANK:
             continue
-        if key not in flat:
+        if key not in found:
             return key, "is missing", math.inf
-        if kind in _DTYPES and value.numel() and flat[key].dtype != value.dtype:
-            return key, f"is of {flat[key].dtype}, in plain PyTorch of {value.dtype}", math.inf
+        if kind in _DTYPES and value.numel() and found[key].dtype != value.dtype:
+            return key, f"is of {found[key].dtype}, in plain PyTorch of {value.dtype}", math.inf
         near = largest.get(key.rpartition(".")[2] if kind == "state" else kind, 0.0)
-        bound = bounds[kind] + _TWINS_ALLOW * slack.get((at, key), 0.0)
+        bound = bounds[kind] + _SENSITIVITY_ALLOWS * sensitivity.get((at, key), 0.0)
         if overflowed and kind == "gradients":
             continue  # of a loss that was multiplied by too much: they are thrown away, whatever clipping made of them
-        far = distance(flat[key], value, near * _LARGEST / max(BOUNDS[kind], 1e-30) if kind != "norm" else 0.0)
+        far = distance(found[key], value, near * _LARGEST / max(BOUNDS[kind], 1e-30) if kind != "norm" else 0.0)
         if not far <= bound:
             return (
                 key,
-                f"is {_short(flat[key])}, in plain PyTorch {_short(value)}: off by {far:.1e}, allowed {bound:.1e}",
+                f"is {_short(found[key])}, in plain PyTorch {_short(value)}: off by {far:.1e}, allowed {bound:.1e}",
                 far / bound if bound else math.inf,
             )
-    for key in flat:
+    for key in found:
         if key not in true:
-            return key, f"is shown, {_short(flat[key])}, and plain PyTorch has none", math.inf
+            return key, f"is shown, {_short(found[key])}, and plain PyTorch has none", math.inf
         if not whole and kind_of(key) not in _BY_EACH_RANK:
             return key, "is shown, which rank 0 alone should", math.inf
     return None
@@ -121,6 +122,12 @@ def distance(mine: Any, truth: Any, least: float = 0.0) -> float:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name, those of a dict by its name and theirs.
+
+    Example:
+        >>> flat({"norm": 1.0, "gradients": {"weight": 2.0}})
+        {'norm': 1.0, 'gradients.weight': 2.0}
+    """
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
@@ -128,6 +135,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kind_of(key: str) -> str:
+    """Return the kind of a value, by whose bound it is compared: ``"state"`` for ``state.0.weight.exp_avg``."""
     return key.partition(".")[0]
 
 
