@@ -89,6 +89,21 @@ def backward_past_a_step(strategy: Any) -> None:
     story.backward(loss)
 
 
+def clipping_by_torch(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    story.backward(story.loss())
+    nn.utils.clip_grad_norm_(story.model.parameters(), 1e-3)
+    strategy.optimizer_step(story.optimizer)
+
+
+def clipping_by_torch_after_a_step(strategy: Any) -> None:
+    story = Story(strategy, sgd)
+    story.backward(story.loss())
+    strategy.optimizer_step(story.optimizer)
+    nn.utils.clip_grad_norm_(story.model.parameters(), 1e-3)
+    strategy.clip_gradients_norm(story.model, story.optimizer, 1.0)
+
+
 BOTH: dict[Any, str] = {
     setup_again: "this Net was set up already",
     hook_before_setup: "parameter 'head.weight' has a hook on its gradient that nothing would call",
@@ -101,6 +116,8 @@ SHARDS: dict[Any, str] = {
     value_of_an_attribute: "parameter 'head.bias' was changed in place through its module's attribute",
     zeroing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
     replacing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
+    clipping_by_torch: "scaled their shards of the gradients by different factors",
+    clipping_by_torch_after_a_step: "scaled their shards of the gradients by different factors",
     past_another_module_in_the_last_micro_batch: "the last backward outside did not come through its module",
 }
 

@@ -39,6 +39,7 @@ from shard_xla.strategy.named_parameters import list_wholes_inside
 from shard_xla.strategy.normalization import correct_normalization
 from shard_xla.strategy.optimizers import check_stale_parameters, flat_value, repoint_to_shards
 from shard_xla.strategy.recompilation import RecompilationWatch
+from shard_xla.strategy.scaled_shards import ScaledShards
 from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
@@ -50,10 +51,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Sharded:
-    """A module that was set up: where its tensors are, and, weakly, what computes."""
+    """A module that was set up: where its tensors are, weakly, what computes, and what its gradients were."""
 
     tensors: ModuleTensors
     hooks: weakref.ref[FullParameterHooks]
+    scaled: ScaledShards = dataclasses.field(default_factory=ScaledShards)
+
+    def note_gradients(self) -> None:
+        """Note what gradients are before users may change them."""
+        self.scaled.note(place.tensor for place in self.tensors.places.values() if place.is_parameter)
 
 
 class XLAFSDPStrategy(XLAEngine, Strategy):
@@ -135,6 +141,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
         """Run autograd; gradients are reduced and scattered as soon as a parameter's is there."""
         del module
+        self._check_scaled()
         for hooks in self._hooks():
             hooks.begin_backward()
         try:
@@ -148,6 +155,8 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
             message.send()
         for hooks in self._hooks():
             hooks.end_backward()
+        for sharded in self._sharded.values():
+            sharded.note_gradients()
 
     def engine_drop_unfinished(self) -> None:
         """Throw away what waits to be sent, and have units begin anew."""
@@ -160,6 +169,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         """Return this rank's ranges of the gradients; their padding is zero."""
         for hooks in self._hooks():
             hooks.check_sent(optimizer)
+        self._check_scaled()
         return [
             LocalGradient(parameter.grad, (dist.group.WORLD,))
             for group in optimizer.param_groups
@@ -174,9 +184,13 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         check_stale_parameters(self.info.name, optimizer, self._sharded)
         for hooks in self._hooks() if closure is None else ():
             hooks.check_sent(optimizer)
+        if closure is None:
+            self._check_scaled()
         with stepping_lists(optimizer):
             optimizer.step(closure, **kwargs)
         torch_xla.sync()
+        for sharded in self._sharded.values():
+            sharded.note_gradients()
         self._watch.step()
 
     def engine_state(
@@ -201,6 +215,10 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         shards = [(place.shape, place.tensor) for place in places]
         rank = self.global_rank
         return {shard: FlatPart(shape=shape, start=rank * shard.numel(), values=shard) for shape, shard in shards}
+
+    def _check_scaled(self) -> None:
+        for sharded in self._sharded.values():
+            sharded.scaled.check(self.collectives)
 
     def _messages(self) -> list[ReduceScatter]:
         return [message for hooks in self._hooks() for message in units.messages_of(hooks.root)]
