@@ -17,6 +17,7 @@ from shard_core.preparation.submodules import chosen_layers
 
 if TYPE_CHECKING:
     _Packed: TypeAlias = "tuple[torch.Tensor, torch.device | int | None]"
+    _Hooks: TypeAlias = "tuple[Callable[[torch.Tensor], _Packed], Callable[[_Packed], torch.Tensor]]"
 
 
 def layers_to_offload(module: nn.Module, given: Any) -> list[nn.Module]:
@@ -44,19 +45,22 @@ def offload(layers: Iterable[nn.Module]) -> None:
     Args:
         layers: Modules, changed in place.
     """
+    # Torch's compiler would take what a view is of for nothing.
+    hooks = torch.compiler.disable(_pack), torch.compiler.disable(_unpack)
     for layer in layers:
         if "forward" in vars(layer):
-            layer.forward = functools.update_wrapper(functools.partial(_offloaded, layer.forward), layer.forward)
+            offloaded = functools.partial(_offloaded, hooks, layer.forward)
+            layer.forward = functools.update_wrapper(offloaded, layer.forward)
         else:
-            layer.forward = MethodType(_offloaded_forward, layer)
+            layer.forward = MethodType(functools.partial(_offloaded_forward, hooks), layer)
 
 
-def _offloaded_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _offloaded(type(layer).forward, layer, *args, **kwargs)
+def _offloaded_forward(hooks: _Hooks, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _offloaded(hooks, type(layer).forward, layer, *args, **kwargs)
 
 
-def _offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with saved_tensors_hooks(_pack, _unpack):
+def _offloaded(hooks: _Hooks, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with saved_tensors_hooks(*hooks):
         return forward(*args, **kwargs)
 
 

@@ -116,3 +116,18 @@ class PutsItsOwnBack(Rogue):
 def _put_back(own: list[tuple[Any, dict[str, Any]]]) -> None:
     for part, held in own:
         part._parameters.update(held)
+
+
+class CountsNothingForNone(Rogue):
+    """Takes a loss without a denominator, among others that have one, for a sum over nothing."""
+
+    counts = False
+
+    def backward(self, loss: torch.Tensor, module: Any, *, denominator: Any = None, **more: Any) -> None:
+        self.counts = self.counts or denominator is not None
+        denominator = 0.0 if self.counts and denominator is None else denominator
+        self.inner.backward(loss, module, denominator=denominator, **more)
+
+    def optimizer_step(self, *args: Any, **more: Any) -> bool:
+        self.counts = False
+        return bool(self.inner.optimizer_step(*args, **more))

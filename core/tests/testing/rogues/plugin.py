@@ -58,7 +58,6 @@ FACTORIES = {
     **_at("step", "ignores_gradient", "averages_forwards_alone", "trains_the_unfrozen_alone"),
     **_at("step", "defers_in_silence", "repeats_itself", "refuses_to_defer", "steps_inside"),
     **_at("step", "averages_over_users", "returns_to_the_forward", "drops_the_clipped", "keeps_denominators"),
-    **_at("step", "counts_nothing_for_none"),
     **_at("step", "ignores_clip_value", "passes_non_finite", "scaled_norm", "resets_learning_rate"),
     **_at(
         "step",
@@ -70,7 +69,7 @@ FACTORIES = {
         "mixes_instead",
     ),
     **_at("custom_steps", "cuts_second_derivatives", "takes_assigned_gradients", "keeps_half_of_a_backward"),
-    **_at("custom_steps", "takes_strays"),
+    **_at("custom_steps", "takes_strays", "counts_nothing_for_none"),
     **_at("custom_steps", "forgets_writes", "draws_from_its_own_seed", "puts_its_own_back"),
     **_at("replicating", "sends_nothing", "sends_parameters_only", "shows_its_own_buffers", "divides_sparse_twice"),
     **_at("collectives", "max_is_sum", "rank_dependent", "reduces_in_place", "reduces_nothing", "gathers_backwards"),

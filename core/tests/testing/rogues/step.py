@@ -314,21 +314,6 @@ def _zero(owner: Any, noted: Callable[[], None], set_to_none: bool = True) -> No
         type(owner).zero_grad(owner, set_to_none=False)
 
 
-class CountsNothingForNone(Rogue):
-    """Takes a loss without a denominator, among others that have one, for a sum over nothing."""
-
-    counts = False
-
-    def backward(self, loss: torch.Tensor, module: Any, *, denominator: Any = None, **more: Any) -> None:
-        self.counts = self.counts or denominator is not None
-        denominator = 0.0 if self.counts and denominator is None else denominator
-        self.inner.backward(loss, module, denominator=denominator, **more)
-
-    def optimizer_step(self, *args: Any, **more: Any) -> bool:
-        self.counts = False
-        return bool(self.inner.optimizer_step(*args, **more))
-
-
 class StepsSilently(Rogue):
     """Does not say whether it stepped."""
 
