@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shard_core.capability import Capability
 from shard_core.collectives.process_group import ProcessGroupCollectives
+from shard_core.gradients import on_gradient
 from shard_core.parameters import laid_out_like
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
 
     from shard_core.checkpoint.state.shard import FlatPart
     from shard_core.checkpoint.state.training_state import TrainingState
@@ -32,9 +34,10 @@ class Engine(abc.ABC):
     Order of calls: ``engine_precision``, ``engine_check_options``, ``engine_collectives``, ``engine_mesh``,
     ``engine_seed``; then per module ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an
     optimizer that comes later, ``engine_lay_out_state`` when users load the state of one; per step
-    ``engine_defers_sync``, ``engine_no_sync``, ``engine_follow_gradients``, ``engine_backward``, ``engine_gradients``,
-    ``engine_look`` and ``engine_step``; ``engine_state`` to save and load; ``engine_flat_parts``, ``engine_copy`` and
-    ``engine_publish_parts`` to keep averages of weights; ``engine_teardown`` at the end. Arguments were checked before.
+    ``engine_defers_sync``, ``engine_no_sync``, ``engine_follow_gradients``, ``engine_backward``,
+    ``engine_on_gradient``, ``engine_gradients``, ``engine_look`` and ``engine_step``; ``engine_state`` to save and
+    load; ``engine_flat_parts``, ``engine_copy`` and ``engine_publish_parts`` to keep averages of weights;
+    ``engine_teardown`` at the end. Arguments were checked before.
     ``engine_worth_trying`` stands apart: nothing has been started then.
 
     Seven members may exchange messages between ranks, because core calls them on every rank in the same order, or on
@@ -309,6 +312,20 @@ class Engine(abc.ABC):
         Args:
             module: What ``engine_setup`` was given.
         """
+
+    def engine_on_gradient(
+        self, parameter: torch.Tensor, called: Callable[[torch.Tensor], object]
+    ) -> RemovableHandle | None:
+        """Have a function called with a parameter after each backward that has reached it; must not communicate.
+
+        Args:
+            parameter: One that an optimizer steps, or of a module that no optimizer was set up with.
+            called: Learns of backwards that come past the strategy's own.
+
+        Returns:
+            What ends that; None where the engine refuses such backwards by itself.
+        """
+        return on_gradient(parameter, called)
 
     def engine_copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Copy what this rank holds of a tensor, placed and laid out alike; must not communicate.

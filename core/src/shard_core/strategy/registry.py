@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.errors import InvalidOption, SetupError
-from shard_core.gradients import on_gradient
 from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
@@ -90,26 +89,23 @@ class SetUpModule:
         for _, accumulation in self.accumulations():
             accumulation.reset()
 
-    def note_gradients(self, in_backward: Callable[[], bool]) -> None:
+    def note_gradients(
+        self, on_plain_gradient: Callable[[torch.Tensor, Callable[[], None]], RemovableHandle | None]
+    ) -> None:
         """Record, after a backward of the strategy, what gradients there are, and watch for others that come past it.
 
         Those would be divided by denominators, too. One parameter stands for all, as hooks take time.
 
         Args:
-            in_backward: Returns whether the strategy's own is running.
+            on_plain_gradient: Has a function called whenever a parameter gets such a gradient.
         """
         for parameters, accumulation in self.accumulations():
             accumulation.note_gradients(parameters)
             reached = next((each for each in parameters if each.grad is not None), None)
-            if reached is None or not accumulation.waits or accumulation in self.watched:
-                continue
-
-            def note(_: torch.Tensor, accumulation: Accumulation = accumulation) -> None:
-                if not in_backward():
-                    accumulation.note_mixed()
-
-            self.hooks.append(on_gradient(reached, note))
-            self.watched.add(accumulation)
+            if reached is not None and accumulation.waits and accumulation not in self.watched:
+                self.watched.add(accumulation)
+                hook = on_plain_gradient(reached, accumulation.note_mixed)
+                self.hooks.extend([hook] if hook else [])
 
     def drop_gradients(self) -> None:
         """Throw away the module's gradients, those that its optimizers hold elsewhere too."""

@@ -19,6 +19,8 @@ from shard_core.strategy.loss_graph import reached_by
 from shard_core.strategy.setup import StrategySetup
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from shard_core.precision.scaler import GradientScaler
     from shard_core.strategy.accumulation import Accumulation
     from shard_core.strategy.registry import SetUpModule
@@ -134,7 +136,7 @@ class StrategyStep(StrategySetup):
         finally:
             self._in_backward = False
         for each in reached:
-            each.note_gradients(lambda: self._in_backward)
+            each.note_gradients(self._on_plain_gradient)
 
     def clip_gradients_norm(
         self,
@@ -234,6 +236,10 @@ class StrategyStep(StrategySetup):
         self.engine_step(optimizer, evaluate, **kwargs)
         known.optimizers[optimizer].note_step()
         return True
+
+    def _on_plain_gradient(self, parameter: torch.Tensor, called: Callable[[], None]) -> RemovableHandle | None:
+        """Have a function called whenever a parameter gets a gradient that no ``backward`` of the strategy's makes."""
+        return self.engine_on_gradient(parameter, lambda _: None if self._in_backward else called())
 
     def _check_keywords(self, keywords: Mapping[str, Any]) -> None:
         """Refuse what the engine does not honour, but not its default."""

@@ -248,6 +248,9 @@ class DeepSpeedStrategy(Strategy):
             sharded=sharded,
         )
 
+    def engine_on_gradient(self, parameter: torch.Tensor, called: Callable[[torch.Tensor], object]) -> None:
+        """Do nothing: what ``loss.backward()`` leaves is refused, whatever it stands beside."""
+
     def engine_follow_gradients(self, module: torch.nn.Module) -> None:
         """Drop parts' gradients that the module's parameters show no more."""
         if module in self._zero:

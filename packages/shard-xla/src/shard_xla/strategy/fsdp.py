@@ -44,6 +44,7 @@ from shard_xla.strategy.tracing import stepping_lists
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
 
     from shard_core.backend import ParameterNames, TrainingState
     from shard_xla.collectives import ReduceScatter
@@ -157,6 +158,19 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
             hooks.end_backward()
         for sharded in self._sharded.values():
             sharded.note_gradients()
+
+    def engine_on_gradient(
+        self, parameter: torch.Tensor, called: Callable[[torch.Tensor], object]
+    ) -> RemovableHandle | None:
+        """Listen to the whole parameter, whose gradient autograd makes."""
+
+        def call(gradient: torch.Tensor) -> None:
+            del gradient
+            called(parameter)
+
+        found = (hooks.full_of(parameter) for hooks in self._hooks())
+        full = next((each for each in found if each is not None), None)
+        return None if full is None else full.register_hook(call)
 
     def engine_drop_unfinished(self) -> None:
         """Throw away what waits to be sent, and have units begin anew."""

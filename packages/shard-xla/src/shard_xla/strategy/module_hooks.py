@@ -65,6 +65,10 @@ class FullParameterHooks:
         for parameter in names.parameters():
             move_hooks(parameter, wholes[names.of(parameter)])
 
+    def full_of(self, shard: torch.Tensor) -> torch.Tensor | None:
+        """Find the whole parameter of a shard of this module."""
+        return next((each.full for each in self._parameters if each.shard is shard), None)
+
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
         """Keep whole parameters and whole gradients from one micro-batch to the next inside."""
