@@ -58,9 +58,10 @@ class _Sharded:
     hooks: weakref.ref[FullParameterHooks]
     scaled: ScaledShards = dataclasses.field(default_factory=ScaledShards)
 
-    def note_gradients(self) -> None:
+    def note_gradients(self, *, stepped: bool = False) -> None:
         """Note what gradients are before users may change them."""
-        self.scaled.note(place.tensor for place in self.tensors.places.values() if place.is_parameter)
+        shards = (place.tensor for place in self.tensors.places.values() if place.is_parameter)
+        self.scaled.note(shards, stepped=stepped)
 
 
 class XLAFSDPStrategy(XLAEngine, Strategy):
@@ -142,7 +143,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
         """Run autograd; gradients are reduced and scattered as soon as a parameter's is there."""
         del module
-        self._check_scaled()
+        self._check_scaled(adds=True)
         for hooks in self._hooks():
             hooks.begin_backward()
         try:
@@ -202,9 +203,9 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
             self._check_scaled()
         with stepping_lists(optimizer):
             optimizer.step(closure, **kwargs)
-        torch_xla.sync()
         for sharded in self._sharded.values():
-            sharded.note_gradients()
+            sharded.note_gradients(stepped=True)
+        torch_xla.sync()
         self._watch.step()
 
     def engine_state(
@@ -230,9 +231,9 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         rank = self.global_rank
         return {shard: FlatPart(shape=shape, start=rank * shard.numel(), values=shard) for shape, shard in shards}
 
-    def _check_scaled(self) -> None:
+    def _check_scaled(self, *, adds: bool = False) -> None:
         for sharded in self._sharded.values():
-            sharded.scaled.check(self.collectives)
+            sharded.scaled.check(self.collectives, adds=adds)
 
     def _messages(self) -> list[ReduceScatter]:
         return [message for hooks in self._hooks() for message in units.messages_of(hooks.root)]

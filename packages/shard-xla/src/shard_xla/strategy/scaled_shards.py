@@ -39,33 +39,40 @@ class ScaledShards:
 
     def __init__(self) -> None:
         self._noted: list[_Noted] = []
+        self._stepped = False
 
-    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+    def note(self, parameters: Iterable[torch.Tensor], *, stepped: bool) -> None:
         """Note the gradients there are.
 
         Args:
             parameters: Shards, the same on every rank.
+            stepped: Whether they have been stepped with, so that they are likely to be zeroed next.
         """
+        self._stepped = stepped
         found = [(each, each.grad) for each in parameters if each.grad is not None]
         chosen = found[:: math.ceil(len(found) / _PARAMETERS) or 1]
         self._noted = [
             _Noted(each, weakref.ref(gradient), changes_of(gradient), _sample(gradient)) for each, gradient in chosen
         ]
 
-    def check(self, collectives: Collectives) -> None:
+    def check(self, collectives: Collectives, *, adds: bool = False) -> None:
         """Check, once, that no rank has scaled what was noted by a factor of its own; every rank calls this.
 
-        Nothing is sent where nothing was changed since.
+        Nothing is computed, and nothing sent, where nothing was changed since.
 
         Args:
             collectives: Of all ranks.
+            adds: Whether a backward is to add to them: what has been stepped with is taken for zeroed then, as to look
+                would end the graph in every step.
 
         Raises:
             SetupError: If ranks have.
         """
         noted, self._noted = self._noted, []
         kept = [(each, each.shard.grad) for each in noted if each.shard.grad is not None]
-        if all(now is each.gradient() and changes_of(now) == each.changes for each, now in kept):
+        if (adds and self._stepped) or all(
+            now is each.gradient() and changes_of(now) == each.changes for each, now in kept
+        ):
             return
         now, then = torch.cat([_sample(now) for _, now in kept]), torch.cat([each.sample for each, _ in kept])
         mine = _factor(now.cpu(), then.cpu())
