@@ -89,6 +89,24 @@ def backward_past_a_step(strategy: Any) -> None:
     story.backward(loss)
 
 
+class Outer(nn.Module):
+    """Writes to what a unit inside it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.block.linear.weight.clamp_(-0.25, 0.25)
+        output: torch.Tensor = self.block(inputs)
+        return output
+
+
+def writing_into_a_unit(strategy: Any) -> None:
+    strategy.setup_module(Outer())(strategy.batch_to_device(torch.ones(2, 6)))
+
+
 def clipping_by_torch(strategy: Any) -> None:
     story = Story(strategy, sgd)
     story.backward(story.loss())
@@ -116,6 +134,7 @@ SHARDS: dict[Any, str] = {
     value_of_an_attribute: "parameter 'head.bias' was changed in place through its module's attribute",
     zeroing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
     replacing_between_micro_batches: "all of these micro-batches are thrown away: begin them anew",
+    writing_into_a_unit: "a forward wrote to a weight of a unit inside it",
     clipping_by_torch: "scaled their shards of the gradients by different factors",
     clipping_by_torch_after_a_step: "scaled their shards of the gradients by different factors",
     past_another_module_in_the_last_micro_batch: "the last backward outside did not come through its module",

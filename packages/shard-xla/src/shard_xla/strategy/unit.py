@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
+from shard_core import SetupError
 from shard_core.backend import inside_objects
 from shard_xla._versions import replace_value
+
+_EMPTY = "dimensionality of sizes (1) must match dimensionality of strides"
+"""What torch says of writing to a parameter that upstream has freed."""
 
 
 @functools.cache
@@ -30,6 +34,13 @@ def unit_class() -> Any:
             before, self.running = self.running, True
             try:
                 return super().forward(*args, **kwargs)
+            except RuntimeError as error:
+                if _EMPTY not in str(error):
+                    raise
+                raise SetupError(
+                    "a forward wrote to a weight of a unit inside it, which is whole only while that unit runs; write "
+                    "to it in the unit's own forward, or let auto_wrap_policy make one unit of both."
+                ) from error
             finally:
                 self.running = before
 
