@@ -169,3 +169,31 @@ def test_after_an_exception_what_is_averaged_is_what_was_before(worlds: Any, mea
     once = {"first.weight": [1.5], "second.weight": [2.5], "rows.weight": [1.0, 0.0]}
     twice = {name: [2 * each for each in gradient] for name, gradient in once.items()}
     assert worlds(2).run(go_on_after_an_exception, meanwhile) == [[once, twice]] * 2
+
+
+def go_on_with_a_static_graph() -> list[list[float]]:
+    """Return the gradients of two steps after a backward that an exception ended, the very first."""
+    with get_strategy("ddp", static_graph=True) as strategy:
+        module = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model, _ = strategy.setup_module_and_optimizers(module, [optimizer])
+        given = torch.full((1, 1), 1.0 + strategy.global_rank)
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError(gradient.shape)
+
+        output = model(given)
+        output.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            strategy.backward(output.sum(), model)
+        shown = []
+        for _ in range(2):
+            strategy.backward(model(given).sum(), model)
+            shown.append(module.weight.grad.flatten().tolist())
+            optimizer.zero_grad()
+        return shown
+
+
+def test_after_an_exception_gradients_of_a_static_graph_are_averaged(worlds: Any) -> None:
+    assert worlds(2).run(go_on_with_a_static_graph) == [[[1.5], [1.5]]] * 2

@@ -287,6 +287,8 @@ class _Replica:
         self.reached.clear()
         self._unsent.clear()
         self._with_gradients, self._sent, self.waits = set(), True, False
+        if self._static:  # the wrapper learns from its very first backward alone, and that has begun
+            self._graph = frozenset()
         if self.wrapper is not None:  # made anew, as where it was pickled, with a reducer that has not begun
             with alone_trained(set(self.trained.values()), self.parameters):
                 self.wrapper.__setstate__(self.wrapper.__getstate__())

@@ -30,10 +30,12 @@ class Accumulation:
 
     Attributes:
         by_backward: Whether a backward of the strategy has run since the gradients began anew, of whichever module.
+        followed: Whether ``note_plain`` is told of gradients that come past those.
     """
 
     def __init__(self) -> None:
         self.by_backward = False
+        self.followed = False
         self._denominator: torch.Tensor | None = None
         self._loss_scale = 1.0
         self._backwards = 0
@@ -41,7 +43,7 @@ class Accumulation:
         self._final = False
         self._finite = True
         self._stepped = False
-        self._mixed = False
+        self._past = False
 
     @property
     def waits(self) -> bool:
@@ -70,7 +72,7 @@ class Accumulation:
                 some of them have come past the strategy's ``backward``.
             InvalidOption: If only some micro-batches of a step have a denominator.
         """
-        self._check_mixed()
+        self._check_mixed(waits=self.waits or denominator is not None or scaled)
         if self._final and (denominator is not None or self.has_denominator or scaled):
             raise SetupError(
                 "backward() after clipping would mix gradients that are divided by denominators, or unscaled, with "
@@ -121,7 +123,7 @@ class Accumulation:
         """
         if self._final:
             return self._finite
-        self._check_mixed()
+        self._check_mixed(waits=self.waits)
         if not self.by_backward and not are_alike(gradients(), collectives):
             raise SetupError(
                 "ranks are about to step with different gradients, and no strategy.backward has run since the last "
@@ -163,10 +165,10 @@ class Accumulation:
         return factor
 
     def check_zeroed(self, parameters: Iterable[torch.Tensor], collectives: Collectives) -> None:
-        """Check that no gradients are left of the last step where more would not add up with them.
+        """Check that no gradients are left, of the last step or of others, where more would not add up with them.
 
         Those were divided by denominators or unscaled; what a backward adds is yet to be. Costs nothing after a
-        ``zero_grad``, and a message where gradients were zeroed by hand: some ranks may not have done so.
+        ``zero_grad``, and a message the first time, and where gradients were zeroed by hand: some ranks may not have.
 
         Args:
             parameters: Whose gradients.
@@ -175,22 +177,22 @@ class Accumulation:
         Raises:
             SetupError: If there are some on any rank.
         """
-        if not self._stepped:
+        if self.followed and not self._stepped:
             return
         left = any(bool(each.tensor.any()) for each in local_gradients(parameters))
         if collectives.any_true(left):
             raise SetupError(
                 "backward() after optimizer_step() would add gradients that are yet to be divided by denominators, or "
-                "unscaled, to those of that step; call zero_grad() in between."
+                "unscaled, to those of that step or of a loss.backward(); call zero_grad() in between."
             )
         self._stepped = False
 
-    def note_mixed(self) -> None:
-        """Record that gradients have come past the strategy's ``backward``, to be neither divided nor unscaled."""
-        self._mixed = self._mixed or self.waits
+    def note_plain(self) -> None:
+        """Record that a gradient has come past the strategy's ``backward``, to be neither divided nor unscaled."""
+        self._past = True
 
-    def _check_mixed(self) -> None:
-        if self._mixed:
+    def _check_mixed(self, *, waits: bool) -> None:
+        if self._past and waits:
             raise SetupError(
                 "loss.backward() has added gradients to those of losses with a denominator, or under a gradient "
                 "scaler, by which all would be divided; call strategy.backward(loss, model) for every loss, and "
@@ -211,7 +213,7 @@ class Accumulation:
         Args:
             parameters: Whose gradients.
         """
-        if (self._shown or self._final) and not _has_gradients(parameters):
+        if (self._shown or self._final or self._past) and not _has_gradients(parameters):
             self.reset()
 
     def reset(self) -> None:
@@ -224,7 +226,7 @@ class Accumulation:
         self._final = False
         self._finite = True
         self._stepped = False
-        self._mixed = False
+        self._past = False
 
     def note_step(self) -> None:
         """Forget all backwards; their gradients, divided and unscaled, stay until they are zeroed."""

@@ -50,7 +50,6 @@ class SetUpModule:
         sparse_embeddings: Its embeddings made with ``sparse=True``, where the engine has dense gradients alone.
         known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
             its identity to what comes after.
-        watched: Those of its gradients that are watched for some that come past the strategy's ``backward``.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
         last_inside: Whether the last backward, of whichever module, stood inside, so that no step may follow, whatever
             the engine deferred.
@@ -73,7 +72,6 @@ class SetUpModule:
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     sparse_embeddings: DenseEmbeddingGradients | None = None
     known: set[torch.Tensor] = dataclasses.field(default_factory=set)
-    watched: set[Accumulation] = dataclasses.field(default_factory=set)
     inside_no_sync: bool = False
     last_inside: bool = False
 
@@ -94,18 +92,17 @@ class SetUpModule:
     ) -> None:
         """Record, after a backward of the strategy, what gradients there are, and watch for others that come past it.
 
-        Those would be divided by denominators, too. One parameter stands for all, as hooks take time.
+        Those would be divided by denominators, too.
 
         Args:
             on_plain_gradient: Has a function called whenever a parameter gets such a gradient.
         """
         for parameters, accumulation in self.accumulations():
             accumulation.note_gradients(parameters)
-            reached = next((each for each in parameters if each.grad is not None), None)
-            if reached is not None and accumulation.waits and accumulation not in self.watched:
-                self.watched.add(accumulation)
-                hook = on_plain_gradient(reached, accumulation.note_mixed)
-                self.hooks.extend([hook] if hook else [])
+            if accumulation.waits and not accumulation.followed:
+                accumulation.followed = True
+                hooks = (on_plain_gradient(each, accumulation.note_plain) for each in parameters)
+                self.hooks.extend(hook for hook in hooks if hook)
 
     def drop_gradients(self) -> None:
         """Throw away the module's gradients, those that its optimizers hold elsewhere too."""

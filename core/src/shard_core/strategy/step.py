@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -239,7 +240,14 @@ class StrategyStep(StrategySetup):
 
     def _on_plain_gradient(self, parameter: torch.Tensor, called: Callable[[], None]) -> RemovableHandle | None:
         """Have a function called whenever a parameter gets a gradient that no ``backward`` of the strategy's makes."""
-        return self.engine_on_gradient(parameter, lambda _: None if self._in_backward else called())
+        owner = weakref.ref(self)  # no garbage collector sees what such a hook holds
+
+        def call(_: torch.Tensor) -> None:
+            strategy = owner()
+            if strategy is not None and not strategy._in_backward:
+                called()
+
+        return self.engine_on_gradient(parameter, call)
 
     def _check_keywords(self, keywords: Mapping[str, Any]) -> None:
         """Refuse what the engine does not honour, but not its default."""

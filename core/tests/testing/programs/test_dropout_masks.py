@@ -20,6 +20,7 @@ def test_masks_keep_their_share_and_are_all_apart() -> None:
     assert why_improper({0: [mask(0)], 1: [mask(1, kept=0.3)]}).startswith("data rank 1 keeps")
     assert why_improper({0: [mask(0)], 1: [mask(1), mask(0)]}) == "data ranks 0 and 1 draw the same mask"
     assert why_improper({1: [mask(0), mask(0)]}) == "data rank 1 repeats"
+    assert why_improper({1: [mask(0)]}, [mask(1), mask(0)]) == "data rank 1 draws a mask again"
 
 
 def test_the_oracle_draws_the_masks_it_is_given() -> None:

@@ -43,6 +43,8 @@ _SETTLES = 10.0
 wrong for float32 alone is right there."""
 _NEVER_RIGHT = ("CheckpointNotFound", "CheckpointCorrupted")
 """No refusal: a program loads what it has saved."""
+_SEEDS = (ops.Seed, ops.Load, ops.Switch, ops.Fail)
+"""What may have generators draw again what they have drawn."""
 _SETS: dict[str, tuple[type[Any], ...]] = {
     "rates": (ops.ChangeLearningRate, ops.StepScheduler),
     "weights": (ops.EditWeights, ops.Initialize, ops.LoadStateDict),
@@ -195,10 +197,14 @@ def _compare(
     if _has_own_kernels(program) and any(each.kind == "muon" for each in program.optimizers):
         bounds["weights"] *= _MUON_ALLOWS
     scaled = POLICIES[program.precision].scaled
+    before: list[torch.Tensor] = []
     for at, traces, truths in _truths(program, oracle, runs):
-        improper = why_improper(_masks(traces, at))
+        if at >= 0 and isinstance(program.operations[at], _SEEDS):
+            before.clear()
+        improper = why_improper(_masks(traces, at), before)
         if improper:
             return _Difference(at, "masks", improper, math.inf)
+        before.extend(mask for masks in _masks(traces, at).values() for mask in masks)
         for number, trace in enumerate(traces):
             if at - trace.begin >= len(trace.shown):
                 continue

@@ -157,8 +157,8 @@ LEFT_OPEN = (
     "which dtype is where in a precision: as the table on its card says",
     "the generators of data ranks after a load on another number of ranks: all must be apart",
     "gradients of a loss that was multiplied by too much, which no step takes",
-    "which masks a device draws that has a generator of its own: each keeps its share, no rank repeats one in an "
-    "operation, data ranks draw different ones, and all else is what these masks make of it",
+    "which masks a device draws that has a generator of its own: each keeps its share, none is drawn again until "
+    "generators are seeded or restored, data ranks draw different ones, and all else is what these masks make of it",
     "by what data ranks above the first are seeded: derived from the seed and the rank, alike under every strategy",
     "rounding: the bounds in shard_core/testing/programs/plain/comparison.py",
 )

@@ -64,13 +64,14 @@ class Dropout(Linear):
         return dropped
 
 
-def why_improper(masks: Mapping[int, Sequence[torch.Tensor]]) -> str:
+def why_improper(masks: Mapping[int, Sequence[torch.Tensor]], before: Sequence[torch.Tensor] = ()) -> str:
     """Return what is wrong with masks that ranks drew of their own in one operation; nothing if all is well.
 
-    Each keeps about its share, no rank draws one twice, and ranks that see different data draw different ones.
+    Each keeps about its share, none is drawn twice, and ranks that see different data draw different ones.
 
     Args:
         masks: What each data rank's dropout has kept, in the order in which it was drawn.
+        before: What was drawn since generators were last seeded or restored.
 
     Example:
         >>> why_improper({0: [torch.ones(8, 8, dtype=torch.bool)]})
@@ -84,4 +85,7 @@ def why_improper(masks: Mapping[int, Sequence[torch.Tensor]]) -> str:
     for (rank, mask), (other, another) in itertools.combinations(drawn, 2):
         if mask.numel() >= _TELLING and torch.equal(mask, another):
             return f"data ranks {rank} and {other} draw the same mask" if rank != other else f"data rank {rank} repeats"
+    for rank, mask in drawn:
+        if mask.numel() >= _TELLING and any(torch.equal(mask, earlier) for earlier in before):
+            return f"data rank {rank} draws a mask again"
     return ""

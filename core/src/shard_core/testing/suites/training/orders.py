@@ -74,7 +74,7 @@ class Orders(Suite):
             for gradients, truth in zip(steps, _gradients_plainly(), strict=True):
                 oracle.assert_same_weights(gradients, truth, _BOUND, elementwise=True)
 
-    @pytest.mark.parametrize("how", ["without", "plain", "anew"])
+    @pytest.mark.parametrize("how", ["without", "plain", "before", "anew"])
     @promise(
         needs=Capability.DENOMINATOR,
         after=("denominator_gives_the_global_mean", "plain_backward_is_right_or_refused"),
@@ -222,6 +222,8 @@ def mix_denominators(subject: Subject, how: str) -> Gradients | str:
         model, optimizer = set_up(strategy, "plain", plain_descent.make_optimizer)
         inputs, targets = models.share_of(strategy, _batches(1)[0])
         try:
+            if how == "before":
+                model(inputs, targets).backward()
             strategy.backward(model(inputs, targets, reduction="sum"), model, denominator=targets.numel())
             if how == "anew":
                 for parameter in model.parameters():
@@ -229,7 +231,7 @@ def mix_denominators(subject: Subject, how: str) -> Gradients | str:
             loss = model(inputs, targets)
             if how == "without":
                 strategy.backward(loss, model)
-            else:
+            elif how != "before":
                 loss.backward()
             return plain_descent.take_step(strategy, model, optimizer)
         except ShardError as refusal:
