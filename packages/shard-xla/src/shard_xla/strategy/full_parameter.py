@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,7 @@ class FullParameter:
         self._reach = _Reach()
         self._shown: tuple[torch.Tensor, int] | None = None
         self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.full)
+        self._memory = weakref.ref(self.shard.untyped_storage())
         self._watch()
 
     @property
@@ -52,7 +54,7 @@ class FullParameter:
         self._reach.came = False
 
     def follow_values(self) -> bool:
-        """Return whether the shard has changed; the full parameter's version is increased for autograd then, too.
+        """Return whether the shard has changed, in place or by other ``data``; autograd then learns of it, too.
 
         Raises:
             SetupError: If the whole parameter was changed instead.
@@ -63,8 +65,10 @@ class FullParameter:
                 f"parameter {self.name!r} was changed in place through its module's attribute, where only a forward "
                 "has whole weights, which are gathered anew for the next; change what parameters() gives: the shards."
             )
-        if _versions.changes_of(self.shard) == shard:
+        memory = self.shard.untyped_storage()
+        if _versions.changes_of(self.shard) == shard and self._memory() is memory:
             return False
+        self._memory = weakref.ref(memory)
         torch.autograd.graph.increment_version(self.full)
         self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.full)
         return True
