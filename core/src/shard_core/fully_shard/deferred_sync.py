@@ -144,6 +144,18 @@ class PlainBackward:
         self.running: int | None = None
         self._syncs, self._gradients, self._deferring = syncs, gradients, deferring
         self._drop_discarded = drop_discarded
+        self._told: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], object]]] = weakref.WeakKeyDictionary()
+
+    def tell(self, parameter: torch.Tensor, called: Callable[[], object]) -> None:
+        """Have a function called where one begins whose gradients are deferred: autograd's hooks come as they are sent.
+
+        Args:
+            parameter: Of the module that defers them.
+            called: What is called.
+        """
+        for module in self._gradients:
+            if any(each is parameter for each in module.parameters()):
+                self._told.setdefault(module, []).append(called)
 
     def begin(self) -> None:
         """Begin, once for all modules that the loss has come through."""
@@ -151,6 +163,9 @@ class PlainBackward:
             return
         self.running = running_backward()
         at_backward_end(self._end)
+        for module in self._deferring:
+            for called in self._told.get(module, ()):
+                called()
         self._drop_discarded()
         for sync in self._syncs.values():
             sync.begin_backward()

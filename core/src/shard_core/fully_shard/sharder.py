@@ -252,6 +252,11 @@ class FullySharder:
         for calls in self._calls.values():
             calls.second_derivatives.gather()
 
+    def on_gradient(self, parameter: torch.Tensor, called: Callable[[torch.Tensor], object]) -> RemovableHandle:
+        """Have a function called with a parameter after each backward that has reached it, deferred ones included."""
+        self._plain.tell(parameter, functools.partial(called, parameter))
+        return on_gradient(parameter, called)
+
     def _begin_anew(self) -> None:
         """Begin anew where an exception has ended a backward past the strategy."""
         if self._plain.running is not None:

@@ -23,6 +23,7 @@ from shard_tp.tuning import worth_trying
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
 
     from shard_core.backend import LocalGradient, ParameterNames, TrainingState
 
@@ -104,6 +105,10 @@ class TPStrategy(TorchEngine, Strategy):
         """Run autograd; what earlier micro-batches deferred must still be there."""
         with self._sharding.backward(module):
             super().engine_backward(loss, module, **kwargs)
+
+    def engine_on_gradient(self, parameter: torch.Tensor, called: Callable[[torch.Tensor], object]) -> RemovableHandle:
+        """Listen to backwards whose gradients are deferred, too."""
+        return self._sharding.on_gradient(parameter, called)
 
     def engine_drop_unfinished(self) -> None:
         """Have units begin anew."""

@@ -74,7 +74,7 @@ class Orders(Suite):
             for gradients, truth in zip(steps, _gradients_plainly(), strict=True):
                 oracle.assert_same_weights(gradients, truth, _BOUND, elementwise=True)
 
-    @pytest.mark.parametrize("how", ["without", "plain", "before", "anew"])
+    @pytest.mark.parametrize("how", ["without", "plain", "before", "deferred", "anew"])
     @promise(
         needs=Capability.DENOMINATOR,
         after=("denominator_gives_the_global_mean", "plain_backward_is_right_or_refused"),
@@ -228,11 +228,14 @@ def mix_denominators(subject: Subject, how: str) -> Gradients | str:
             if how == "anew":
                 for parameter in model.parameters():
                     parameter.grad = None
-            loss = model(inputs, targets)
-            if how == "without":
-                strategy.backward(loss, model)
-            elif how != "before":
-                loss.backward()
+            with strategy.no_backward_sync(model, enabled=how == "deferred"):
+                loss = model(inputs, targets)
+                if how == "without":
+                    strategy.backward(loss, model)
+                elif how != "before":
+                    loss.backward()
+            if how == "deferred":
+                strategy.backward(model(inputs, targets, reduction="sum"), model, denominator=targets.numel())
             return plain_descent.take_step(strategy, model, optimizer)
         except ShardError as refusal:
             return str(refusal)
