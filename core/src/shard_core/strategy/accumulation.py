@@ -179,7 +179,8 @@ class Accumulation:
         """
         if self.followed and not self._stepped:
             return
-        left = any(bool(each.tensor.any()) for each in local_gradients(parameters))
+        # A sum, for XLA cannot tell over devices whether any of what it spreads over them is not zero.
+        left = any(bool(each.tensor.abs().sum()) for each in local_gradients(parameters))
         if collectives.any_true(left):
             raise SetupError(
                 "backward() after optimizer_step() would add gradients that are yet to be divided by denominators, or "
