@@ -15,10 +15,10 @@ from shard_core import SetupError, get_strategy
 INPUTS = torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
 
-def set_up(strategy: Any, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def set_up(strategy: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, **more)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model, _ = strategy.setup_module_and_optimizers(module, [optimizer])
     return model, optimizer
 
@@ -65,6 +65,15 @@ def test_gradients_that_were_set_to_none_by_hand_are_forgotten() -> None:
             parameter.grad = None
         add_sum(strategy, model)
         assert strategy.optimizer_step(optimizer)
+
+
+def test_a_module_may_hold_whole_numbers() -> None:
+    with get_strategy("single", accelerator="cpu") as strategy:
+        module = nn.Linear(3, 1)
+        module.steps = nn.Parameter(torch.zeros(1, dtype=torch.long), requires_grad=False)
+        model = strategy.setup_module(module)
+        add_sum(strategy, model)
+        assert model.weight.grad is not None
 
 
 def test_a_later_optimizer_is_refused_while_gradients_wait() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.errors import InvalidOption, SetupError
+from shard_core.gradients import is_differentiable
 from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
@@ -101,7 +102,8 @@ class SetUpModule:
             accumulation.note_gradients(parameters)
             if accumulation.waits and not accumulation.followed:
                 accumulation.followed = True
-                hooks = (on_plain_gradient(each, accumulation.note_plain) for each in parameters)
+                able = filter(is_differentiable, parameters)
+                hooks = (on_plain_gradient(each, accumulation.note_plain) for each in able)
                 self.hooks.extend(hook for hook in hooks if hook)
 
     def drop_gradients(self) -> None:

@@ -21,7 +21,7 @@ BOUNDS = {
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
 _SENSITIVITY_ALLOWS = 30.0
-"""By how many times what rounding in weights and gradients moves a value it may differ further."""
+"""A value may differ further by so many times what rounding in weights and gradients moves it."""
 #: What has its dtype from the precision.
 _DTYPES = ("weights", "state", "gradients")
 #: What a rank shows that is the same on all, or its own; the rest is shown by rank 0 alone.
