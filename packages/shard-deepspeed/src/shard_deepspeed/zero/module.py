@@ -160,8 +160,7 @@ class ZeroModule:
         if not any(each.touched for each in self._trained.values()):
             return
         kept = [each for each in self._trained.values() if each.shows_deferred and each.part.values.grad is not None]
-        for each in self._trained.values():
-            each.drop()
+        self.drop_gradients()  # with what a loss.backward() after them has given DeepSpeed to send
         if kept:
             raise SetupError(
                 f"gradients were changed, or some of them thrown away, {kept[0].name!r} for one not, while they wait "
