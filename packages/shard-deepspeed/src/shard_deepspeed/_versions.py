@@ -29,8 +29,9 @@ optimizer of stage 3: adding gradients up rather than replacing them, and bringi
 ``ds_tensor``, ``ds_shape``, ``ds_numel`` and ``ds_status`` of a parameter: its shard, and whether it is whole. They can
 go when DeepSpeed exposes a parameter's shard, and takes changed ones, in public.
 
-``ds_inflight_param_registry`` and ``_parameters._in_forward`` of a module, ``ds_id`` of a submodule, ``all_gather`` and
-``ds_active_sub_modules`` of a parameter, and ``FWD_MODULE_STACK``: what is on its way, and which submodules need it.
+``ds_inflight_param_registry`` and ``_parameters._in_forward`` of a module, ``ds_id`` and ``ds_external_parameters`` of
+a submodule, ``all_gather`` and ``ds_active_sub_modules`` of a parameter, and ``FWD_MODULE_STACK``: what is on its way,
+and which submodules need it.
 They can go when what ``register_external_parameter`` is told in a forward is there until the end of that forward.
 
 ``applied_pre_backward_ref_cnt`` and ``ds_grads_remaining`` of a submodule: for how many backwards stage 3 gathers it,
@@ -360,6 +361,12 @@ def hold_in_forward(root: Any, parameter: Any) -> None:
         return
     register_external_parameter(reader, parameter)
     parameter.ds_active_sub_modules.add(reader.ds_id)
+
+
+def gathered_for(submodule: Any) -> Iterator[Any]:
+    """List the parameters that stage 3 gathers for a submodule, and may let go of once it has run."""
+    yield from (each for each in submodule._parameters.values() if each is not None)
+    yield from (each for _, each in submodule.ds_external_parameters())
 
 
 def publish_shards(zero: Any) -> None:

@@ -50,6 +50,7 @@ class ManualWrites:
     def __init__(self, layout: Partitions, held: Iterable[PartitionedParameter]) -> None:
         self._layout = layout
         self._held = list(held)
+        self._by_parameter = {id(each.parameter): each for each in self._held}
         self.record()
 
     def record(self) -> None:
@@ -84,6 +85,18 @@ class ManualWrites:
                 # the background would take it for a change.
                 _take(beside, each.part.values if rewritten else each.part.values.data)
                 each.published = each.written()
+
+    @torch.no_grad()
+    def keep(self, submodule: torch.nn.Module, *_: object) -> None:
+        """Copy what a forward of a submodule has written, as a hook on it, before its parameters are let go of."""
+        for parameter in _versions.gathered_for(submodule):
+            each = self._by_parameter.get(id(parameter))
+            if each is None or _versions.is_away(parameter) or parameter._version == each.published[0]:
+                continue
+            own = self._layout.beside(parameter, each.part, strayed=False)
+            if own is not None:
+                _take(own, each.part.values)
+            each.published = each.written()
 
 
 def _take(written: torch.Tensor, values: torch.Tensor) -> None:

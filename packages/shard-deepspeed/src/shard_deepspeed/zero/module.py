@@ -68,6 +68,8 @@ class ZeroModule:
             self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
             self._hooks.append(module.register_forward_hook(self._end_forward))
             gather_listed(module)
+            # Before DeepSpeed's own, which lets go of what a forward has written to.
+            self._hooks += [part.register_forward_hook(self._writes.keep, prepend=True) for part in module.modules()]
         # Before DeepSpeed's own, which gathers parameters of the module itself over what was written to them.
         self._hooks.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
         self._hooks.append(NoInferenceMode(module))
