@@ -179,7 +179,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         models=tuple(models),
         optimizers=tuple(optimizers),
         late=late,
-        averaged=chance.random() < 0.15 and precision in EXACT and not _has_part(models, "clamped"),
+        averaged=chance.random() < 0.25 and precision in EXACT and not _has_part(models, "clamped"),
         wrapped=chance.random() < 0.08,
         options=_options([each for each in offered(strategy) if not _reads_inside(models, each)], chance),
     )
@@ -229,7 +229,7 @@ def _lacking(program: Program, spec: OptimizerSpec, chance: random.Random) -> Op
 
 
 def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
-    """Draw up to three options, each with one value; mostly none."""
-    if chance.random() < 0.6:
+    """Draw options, each with one value: often none, more the more there are."""
+    if chance.random() < 0.4:
         return ()
-    return agreeing(chance.sample(offers, min(len(offers), chance.randint(1, 3))))
+    return agreeing(chance.sample(offers, min(len(offers), chance.randint(1, 3 + len(offers) // 8))))

@@ -96,7 +96,7 @@ def _proposed(
     """Draw what might come next: mostly a piece of an ordinary step, often something odd."""
     number = chance.randrange(len(program.models))
     mine = [which for which, spec in enumerate(program.optimizers) if spec.module == number]
-    if chance.random() < 0.55:
+    if chance.random() < 0.5:
         return _ordinary(program, number, mine, card, chance)
     name = chance.choice(names)
     switch = ops.Switch(strategy=name, same=name == program.strategy and chance.random() < 0.5)

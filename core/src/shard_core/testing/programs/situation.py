@@ -105,12 +105,10 @@ class Situation:
                 allowed = alone and not (pending or self._scaled) and len(rows) == self.world_size
             case ops.ZeroGrad() | ops.ZeroByHand():
                 allowed = self._may_be_zeroed(operation, number)
-            case ops.Freeze(part=part) | ops.HookGradients(part=part):
-                allowed = part in self._program.models[number].parts
-            case ops.StepScheduler(optimizer=which):
-                allowed = self._program.optimizers[which].scheduled
-            case ops.AddGroup(optimizer=which):
-                allowed = self._lacks(which)
+            case ops.Forward(how="interrupted"):
+                allowed = not module.denominator  # its backward has none
+            case ops.Freeze() | ops.HookGradients() | ops.StepScheduler() | ops.AddGroup():
+                allowed = self._is_there(operation, number)
             case ops.UpdateAverage() | ops.ShowAverage():
                 allowed = self._program.averaged
             case ops.Switch(strategy=strategy, world_size=size, same=same, resumed=resumed):
@@ -119,6 +117,18 @@ class Situation:
             case _:
                 allowed = self._files.have(operation, number, self._added)
         return allowed and self._has_kernels(operation, number)
+
+    def _is_there(self, operation: Operation, number: int) -> bool:
+        """Check that there is what an operation is about."""
+        match operation:
+            case ops.Freeze(part=part) | ops.HookGradients(part=part):
+                return part in self._program.models[number].parts
+            case ops.StepScheduler(optimizer=which):
+                return self._program.optimizers[which].scheduled
+            case ops.AddGroup(optimizer=which):
+                return self._lacks(which)
+            case _:
+                return True
 
     def _has_norm(self, operation: Operation, module: _Module) -> bool:
         """Check that gradients are not yet to be divided or unscaled, where torch's own function clips them."""
