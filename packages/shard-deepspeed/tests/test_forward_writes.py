@@ -27,10 +27,7 @@ class Normalized(nn.Module):
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.own.clamp_(-0.5, 0.5)
-        if self.recomputed:
-            hidden = checkpoint(self._hidden, inputs, use_reentrant=False)
-        else:
-            hidden = self._hidden(inputs)
+        hidden = checkpoint(self._hidden, inputs, use_reentrant=False) if self.recomputed else self._hidden(inputs)
         outputs = self.second(hidden)
         loss = nn.functional.mse_loss(outputs, targets)
         if not torch.is_grad_enabled():
