@@ -229,7 +229,7 @@ def _lacking(program: Program, spec: OptimizerSpec, chance: random.Random) -> Op
 
 
 def _options(offers: Sequence[str], chance: random.Random) -> tuple[str, ...]:
-    """Draw options, each with one value: often none, more the more there are."""
-    if chance.random() < 0.4:
+    """Draw options, each with one value: the more there are, the more often, and the more of them."""
+    if chance.random() < 0.7 - len(offers) / 100:
         return ()
     return agreeing(chance.sample(offers, min(len(offers), chance.randint(1, 3 + len(offers) // 8))))
