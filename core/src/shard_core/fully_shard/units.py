@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 
 from shard_core.parameters import plain_name
@@ -24,10 +25,11 @@ _parts: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[FSDPModule]]] = we
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:
     """List the parts of a module that torch gathers by themselves, which ``fully_shard`` has made of units."""
-    known = _parts.get(module)
+    # Torch's compiler would trace the cache, find nothing there, and put the parts themselves in place of references.
+    known = None if torch.compiler.is_compiling() else _parts.get(module)
     if known is None:
         parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        if not isinstance(module, FSDPModule):  # the last to be sharded
+        if torch.compiler.is_compiling() or not isinstance(module, FSDPModule):  # the last to be sharded
             return parts
         known = _parts[module] = [weakref.ref(part) for part in parts]
     return [part for each in known if (part := each()) is not None]
