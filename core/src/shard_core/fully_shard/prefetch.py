@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from shard_core._versions import in_backward, is_gathered, shards_and_unsharded, version_of
+from shard_core.parameters import local_part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,52 +30,55 @@ def set_prefetching(module: nn.Module, units: Sequence[Unit], *, backward: int |
     position = {part: number for number, part in enumerate(module.modules())}
     first = sorted({min(unit.modules, key=position.__getitem__) for unit in units} | {module}, key=position.__getitem__)
     gathering = [part for part in first if isinstance(part, FSDPModule)]
+    ahead: dict[nn.Module, Sequence[Any]] = {}
     for place, part in enumerate(gathering):
         following: list[FSDPModule] = [*gathering[place + 1 : place + 1 + forward]]
         if following:
             part.set_modules_to_forward_prefetch(following)
+            ahead[part] = following
         if backward is not None:
             earlier: list[FSDPModule] = [*gathering[max(place - backward, 0) : place][::-1]]
             # A list that is empty would mean torch's own order; what a unit has gathered is not gathered again.
             part.set_modules_to_backward_prefetch(earlier or [part])
     if forward:
-        _GatheredAhead(module, [part for unit in units for part in unit.modules])
+        together = {part: min(unit.modules, key=position.__getitem__) for unit in units for part in unit.modules}
+        _GatheredAhead({module: module, **together}, ahead)
 
 
 class _GatheredAhead:
-    """Gathers units again whose shards a forward has written to since another unit may have gathered them for it.
+    """Gathers units again whose shards were written to since another unit has gathered them for it.
 
-    That is taken from how often torch says that a shard was changed, of which every rank counts as many; a write
-    through ``parameter.data`` in place is not counted.
+    That may be in the forward that writes, or in an earlier one: a unit that runs before the one that gathers it ahead
+    is on its way from then on until its next forward. It is taken from how often torch says that a shard was changed,
+    of which every rank counts as many; a write through ``parameter.data`` in place is not counted.
 
     Args:
-        module: One that was sharded.
-        parts: The modules of its units.
+        together: The modules of all units, each with the one that stands for its unit.
+        ahead: Which units such a one gathers before it computes.
     """
 
-    def __init__(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
-        self._parts = list(parts)
-        self._changes: dict[nn.Module, list[int | None]] = {}
-        # Both before torch's own, which gathers; no graph may hold them, as none holds torch's.
-        module.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True)
-        for part in self._parts:
-            part.register_forward_pre_hook(torch.compiler.disable(self._check), prepend=True)
+    def __init__(self, together: Mapping[nn.Module, nn.Module], ahead: Mapping[nn.Module, Sequence[Any]]) -> None:
+        self._together, self._ahead = together, ahead
+        self._coming: dict[nn.Module, list[int | None]] = {}
+        for part in together:
+            # Before torch's own, which gathers; no graph may hold it, as none holds torch's.
+            part.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True)
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        del module, args
-        self._changes = {part: _changes(part) for part in self._parts}
-
-    def _check(self, part: nn.Module, args: Any) -> None:
+    def _begin(self, part: nn.Module, args: Any) -> None:
         del args
-        # What is gathered is what forwards write to; activation checkpointing calls again what has run before.
-        if is_gathered(part) or in_backward():
+        if in_backward():  # where activation checkpointing calls again what has run before
             return
-        before, self._changes[part] = self._changes.get(part), _changes(part)
-        if before != self._changes[part]:
-            unit = cast("FSDPModule", part)
-            unit.unshard()  # it may be on its way, and torch would go on with that
-            unit.reshard()
+        unit = self._together[part]
+        before = self._coming.pop(unit, None)
+        # What is gathered is what forwards write to.
+        if before is not None and not is_gathered(unit) and before != _changes(unit):
+            gathered = cast("FSDPModule", unit)
+            gathered.unshard()  # it is on its way, and torch would go on with that
+            gathered.reshard()
+        self._coming |= {each: _changes(each) for each in self._ahead.get(unit, ()) if not is_gathered(each)}
 
 
-def _changes(part: nn.Module) -> list[int | None]:
-    return [version_of(shard) for shard, _ in shards_and_unsharded(part)]
+def _changes(part: object) -> list[int | None]:
+    """Count writes to a unit's shards, and to what of them is on this rank, which averages are written to."""
+    shards = [shard for shard, _ in shards_and_unsharded(part)]
+    return [version_of(each) for shard in shards for each in (shard, local_part(shard))]
