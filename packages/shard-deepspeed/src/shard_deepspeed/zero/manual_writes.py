@@ -12,6 +12,8 @@ from shard_core import SetupError
 from shard_deepspeed import _versions
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from shard_core.backend import FlatPart
     from shard_deepspeed.zero.partitions import Partitions
 
@@ -26,12 +28,14 @@ class PartitionedParameter:
         part: What of it this rank holds.
         published: How often the parameter, its shard and the part had been written to when they last were
             the same.
+        lost: Whether it was written to while nothing of it was in the module, and gathered since.
     """
 
     name: str
     parameter: torch.Tensor
     part: FlatPart
     published: tuple[int, int, int] = (0, 0, 0)
+    lost: bool = False
 
     def written(self) -> tuple[int, int, int]:
         """Return how often the parameter, its shard and the part have been written to."""
@@ -51,12 +55,13 @@ class ManualWrites:
         self._layout = layout
         self._held = list(held)
         self._by_parameter = {id(each.parameter): each for each in self._held}
+        self._away: list[PartitionedParameter] = []
         self.record()
 
     def record(self) -> None:
         """Record that module and parts are the same now."""
         for each in self._held:
-            each.published = each.written()
+            each.published, each.lost = each.written(), False
 
     @torch.no_grad()
     def take(self) -> None:
@@ -86,12 +91,37 @@ class ManualWrites:
                 _take(beside, each.part.values if rewritten else each.part.values.data)
                 each.published = each.written()
 
+    def watch(self, submodule: torch.nn.Module) -> list[RemovableHandle]:
+        """Register hooks that copy what a submodule's forward writes, before its parameters are let go of.
+
+        Returns:
+            What removes them.
+        """
+        # Around DeepSpeed's own, which gather and let go.
+        return [
+            submodule.register_forward_pre_hook(self._note_away, prepend=True),
+            submodule.register_forward_pre_hook(self._note_lost),
+            submodule.register_forward_hook(self._keep, prepend=True),
+        ]
+
+    def _of(self, submodule: torch.nn.Module) -> list[PartitionedParameter]:
+        found = (self._by_parameter.get(id(parameter)) for parameter in _versions.gathered_for(submodule))
+        return [each for each in found if each is not None]
+
+    def _note_away(self, submodule: torch.nn.Module, *_: object) -> None:
+        self._away = [each for each in self._of(submodule) if _versions.is_away(each.parameter)]
+
+    def _note_lost(self, submodule: torch.nn.Module, *_: object) -> None:
+        """Note what was written to while it was away, which is refused when writes are taken next."""
+        del submodule
+        for each in self._away:
+            each.lost = each.lost or each.parameter._version != each.published[0]
+
     @torch.no_grad()
-    def keep(self, submodule: torch.nn.Module, *_: object) -> None:
-        """Copy what a forward of a submodule has written, as a hook on it, before its parameters are let go of."""
-        for parameter in _versions.gathered_for(submodule):
-            each = self._by_parameter.get(id(parameter))
-            if each is None or _versions.is_away(parameter) or parameter._version == each.published[0]:
+    def _keep(self, submodule: torch.nn.Module, *_: object) -> None:
+        for each in self._of(submodule):
+            parameter = each.parameter
+            if each.lost or _versions.is_away(parameter) or parameter._version == each.published[0]:
                 continue
             own = self._layout.beside(parameter, each.part, strayed=False)
             if own is not None:

@@ -68,8 +68,7 @@ class ZeroModule:
             self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
             self._hooks.append(module.register_forward_hook(self._end_forward))
             gather_listed(module)
-            # Before DeepSpeed's own, which lets go of what a forward has written to.
-            self._hooks += [part.register_forward_hook(self._writes.keep, prepend=True) for part in module.modules()]
+            self._hooks += [hook for part in module.modules() for hook in self._writes.watch(part)]
         # Before DeepSpeed's own, which gathers parameters of the module itself over what was written to them.
         self._hooks.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
         self._hooks.append(NoInferenceMode(module))
@@ -138,13 +137,13 @@ class ZeroModule:
         if self._layout.lets_go:
             self.copy_writes()  # of its forward: what it computes again would be without them
         self.follow_gradients()
-        self._drop_discarded()
         if any(each.left for each in self._trained.values()):
             self.drop_gradients()
             raise SetupError(
                 "loss.backward() has left gradients on their rank, which are thrown away; call strategy.backward(loss, "
                 "model) instead of loss.backward(), and begin the step anew."
             )
+        self._drop_discarded()
         for each in self._trained.values():
             each.check_hooks()
             each.hide_deferred()
@@ -162,7 +161,8 @@ class ZeroModule:
         if not any(each.touched for each in self._trained.values()):
             return
         kept = [each for each in self._trained.values() if each.shows_deferred and each.part.values.grad is not None]
-        self.drop_gradients()  # with what a loss.backward() after them has given DeepSpeed to send
+        for each in self._trained.values():
+            each.drop()
         if kept:
             raise SetupError(
                 f"gradients were changed, or some of them thrown away, {kept[0].name!r} for one not, while they wait "
@@ -219,9 +219,12 @@ class ZeroModule:
             _versions.announce_backward(self.engine.optimizer, module, tensor)
 
     def follow_gradients(self) -> None:
-        """Drop gradients that the module's parameters show no more."""
+        """Drop gradients that the module's parameters show no more, also those that DeepSpeed was about to send."""
+        left = any(each.left for each in self._trained.values())
         for each in self._trained.values():
             each.follow_gradient()
+        if left and not any(each.left for each in self._trained.values()):
+            self._layout.forget()
 
     def copy_writes(self) -> None:
         """Copy what was written into the module's parameters into the parts."""
