@@ -144,10 +144,11 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         """Run autograd; gradients are reduced and scattered as soon as a parameter's is there."""
         del module
         self._check_scaled(adds=True)
-        for hooks in self._hooks():
-            hooks.begin_backward()
         try:
-            loss.backward(**kwargs)
+            with contextlib.ExitStack() as running:
+                for hooks in self._hooks():
+                    running.enter_context(hooks.backward())
+                loss.backward(**kwargs)
             check_used_alike([pair for hooks in self._hooks() for pair in hooks.used()], self.collectives)
         except SetupError:
             for message in self._messages():
@@ -171,7 +172,13 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
 
         found = (hooks.full_of(parameter) for hooks in self._hooks())
         full = next((each for each in found if each is not None), None)
-        return None if full is None else full.register_hook(call)
+        if full is None:
+            return None
+        trained = full.requires_grad
+        full.requires_grad_(True)  # torch takes no hooks else, and what is frozen may be unfrozen later
+        handle: RemovableHandle = full.register_hook(call)
+        full.requires_grad_(trained)
+        return handle
 
     def engine_drop_unfinished(self) -> None:
         """Throw away what waits to be sent, and have units begin anew."""

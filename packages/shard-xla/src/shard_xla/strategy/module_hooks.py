@@ -51,6 +51,8 @@ class FullParameterHooks:
         self._deferring = False
         self._prepared = False
         self._outdated = False
+        self._asked = False
+        vars(root)["backward_ended"] = self._end_plain_backward
         # Held by the module alone, so that both are freed at once.
         root.register_forward_pre_hook(self._before_forward)
         root.register_forward_hook(self._after_forward)
@@ -79,11 +81,29 @@ class FullParameterHooks:
         finally:
             self._deferring = False
 
-    def begin_backward(self) -> None:
-        """Make the first gradient that comes prepare a backward."""
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Make the first gradient that comes inside prepare a backward, whose gradients the strategy sends."""
+        self._asked = True
+        self._begin_backward()
+        try:
+            yield
+        finally:
+            self._asked = False
+
+    def _begin_backward(self) -> None:
         self._prepared = False
         for parameter in self._parameters:
             parameter.begin_backward()
+
+    def _end_plain_backward(self) -> None:
+        """Send what a backward past the strategy has made for units of which it has not reached everything."""
+        if self._asked:  # the strategy does, once ranks have compared what they have used
+            return
+        for unit in self._units:
+            if isinstance(unit.reduce_scatter_op, ReduceScatter):
+                unit.reduce_scatter_op.flush()
+        self._begin_backward()
 
     def used(self) -> list[tuple[str, bool]]:
         """List the parameters by name, and whether this backward or earlier ones have left a gradient to be sent."""

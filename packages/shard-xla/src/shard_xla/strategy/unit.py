@@ -29,6 +29,7 @@ def unit_class() -> Any:
 
     class UnitFullyShardedDataParallel(XlaFullyShardedDataParallel):
         running = False
+        backward_ended: Callable[[], None] = staticmethod(lambda: None)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             before, self.running = self.running, True
@@ -90,6 +91,7 @@ def unit_class() -> Any:
                     trains = any(parameter.requires_grad for parameter in unit.full_params)
                     unit.training_state = TrainingState.BACKWARD_POST if trains else TrainingState.BACKWARD_PRE
             super()._wait_for_post_backward()
+            self.backward_ended()
 
         def _lacks_rows(self, tensor: torch.Tensor) -> bool:
             return bool(self._shard_param_on_dim_0) and not tensor.dim()
