@@ -101,6 +101,8 @@ def distance(mine: Any, truth: Any, least: float = 0.0) -> float:
     Example:
         >>> distance([1.0, 3.0], [1.0, 2.0])
         0.5
+        >>> distance([1.0, 0.0], [1.0, math.nan])
+        inf
     """
     if mine is None:
         return math.inf
@@ -110,10 +112,9 @@ def distance(mine: Any, truth: Any, least: float = 0.0) -> float:
         return math.inf
     if torch.equal(own, true) or not true.numel():
         return 0.0
-    finite = true.isfinite()
-    if not torch.equal(own[~finite].nan_to_num(0.0), true[~finite].nan_to_num(0.0)) or not bool(
-        own[finite].isfinite().all()
-    ):
+    finite, infinite = true.isfinite(), true.isinf()
+    same = torch.equal(own.isnan(), true.isnan()) and torch.equal(own[infinite], true[infinite])
+    if not same or not bool(own[finite].isfinite().all()):
         return math.inf
     true, own = true.double()[finite], own.double()[finite]
     if not true.numel():
