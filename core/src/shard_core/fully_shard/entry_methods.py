@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +12,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shard_core._versions import gathered_for, in_backward, run_unit_hooks, running_backward, tree_leaves
+from shard_core._versions import (
+    begin_anew,
+    deferred_shards,
+    gathered_for,
+    in_backward,
+    run_unit_hooks,
+    running_backward,
+    tree_leaves,
+)
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.object_outputs import Shown
 from shard_core.fully_shard.second_derivatives import SecondDerivatives
@@ -192,8 +201,16 @@ class EntryMethods:
             self._inside.remove()
             self._inside = None
             self._contexts.close()
-            if part is self._module and not torch.is_grad_enabled():
+            if output is None and sys.exc_info()[0] is not None:  # as torch calls hooks that it always calls
+                self._end_failed()
+            elif part is self._module and not torch.is_grad_enabled():
                 reshard(part)
+
+    def _end_failed(self) -> None:
+        """Free what a forward had gathered that an exception has ended: torch would go on with it after a step."""
+        self._writes.take()
+        if not any(map(deferred_shards, sharded_parts(self._module))):  # else a backward comes before any step
+            begin_anew(self._module)
 
     def _announce_backward(self, output: Any) -> None:
         """Call ``before_backward`` once a backward comes to an output, but none that lives on, such as a parameter."""
