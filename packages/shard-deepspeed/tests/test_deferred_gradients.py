@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from shard_core import SetupError, get_strategy
-from shard_core.testing import models, oracle, set_up
+from shard_core.testing import models, oracle, set_up, whole_weights
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -92,3 +93,64 @@ def test_what_waits_is_thrown_away_whole(worlds: Any, sent: bool) -> None:
         )
         for _, gradients in (*to_parts, *discards) if rank == 0 else ():
             oracle.assert_same_weights(gradients, of_the_second_alone(), 1e-5)
+
+
+class Halves(torch.nn.Module):
+    """Two layers, of which a forward uses those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        outputs = sum(getattr(self, name)(inputs) for name in names)
+        return torch.nn.functional.mse_loss(outputs, targets)
+
+
+def optimizers_of(model: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(half.parameters(), lr=0.5) for half in (model.first, model.second)]
+
+
+def discard_one(model: Any, optimizers: Any, backward: Any, step: Any, deferred: Any, share: Any) -> None:
+    """Throw away what one optimizer has waiting, while the other's was averaged before."""
+    batches = [share(batch) for batch in models.batches("plain", 3, 12)]
+    backward(model(*batches[0], ["first"]))
+    with deferred():
+        backward(model(*batches[1], ["second"]))
+    optimizers[1].zero_grad()
+    backward(model(*batches[2], ["first", "second"]))
+    for optimizer in optimizers:
+        step(optimizer)
+
+
+def one_discarded(stage: int) -> dict[str, torch.Tensor]:
+    with get_strategy("deepspeed", stage=stage) as strategy:
+        strategy.setup_environment()
+        torch.manual_seed(0)
+        module = Halves()
+        model, optimizers = strategy.setup_module_and_optimizers(module, optimizers_of(module))
+        discard_one(
+            model,
+            optimizers,
+            lambda loss: strategy.backward(loss, model),
+            strategy.optimizer_step,
+            lambda: strategy.no_backward_sync(model),
+            lambda batch: models.share_of(strategy, batch),
+        )
+        return whole_weights(strategy, model)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_was_averaged_for_another_optimizer_stays(worlds: Any, stage: int) -> None:
+    torch.manual_seed(0)
+    truth = Halves()
+    discard_one(
+        truth,
+        optimizers_of(truth),
+        lambda loss: loss.backward(),
+        lambda optimizer: optimizer.step(),
+        contextlib.nullcontext,
+        lambda batch: batch,
+    )
+    for weights in worlds(2).run(one_discarded, stage):
+        oracle.assert_same_weights(weights, truth.state_dict(), 1e-5)

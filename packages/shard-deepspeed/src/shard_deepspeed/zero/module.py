@@ -162,7 +162,8 @@ class ZeroModule:
             return
         kept = [each for each in self._trained.values() if each.shows_deferred and each.part.values.grad is not None]
         for each in self._trained.values():
-            each.drop()
+            if kept or each.waits:
+                each.drop()
         if kept:
             raise SetupError(
                 f"gradients were changed, or some of them thrown away, {kept[0].name!r} for one not, while they wait "
