@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shard_core import get_strategy
+from shard_core import SetupError, get_strategy
 from shard_core.testing import models, oracle, set_up, step, whole_weights
 
 _STEPS, _BATCH = 3, 12
@@ -82,3 +82,31 @@ def test_float32_copies_take_it_too(worlds: Any) -> None:
     expected = plain("sgd", False)
     for weights in worlds(2).run(trained, "sgd", False, "bf16-true", 0):
         oracle.assert_same_weights(weights, expected, 3e-2)
+
+
+class Cached(nn.Module):
+    """Layers whose parameters a list holds since they were made, past which stage 3 gathers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.held = [self.first.weight]
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.held[0].mul_(0.5)
+        return nn.functional.mse_loss(self.second(self.first(inputs)), targets)
+
+
+def cached(precision: str) -> str:
+    with get_strategy("deepspeed_stage_3", precision=precision, param_persistence_threshold=0) as strategy:
+        model, optimizer = set_up(strategy, Cached, lambda module: optimizer_of("sgd", module))
+        with pytest.raises(SetupError) as error:
+            step(strategy, model, optimizer, models.batches("plain", 1, _BATCH)[0])
+        return str(error.value)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_what_was_written_before_it_was_gathered_is_refused(worlds: Any, precision: str) -> None:
+    for message in worlds(2).run(cached, precision):
+        assert "'first.weight' was written to between forwards" in message
