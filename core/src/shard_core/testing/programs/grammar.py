@@ -10,6 +10,7 @@ from shard_core import plugins
 from shard_core.capability import Capability
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.frame import draw_frame, possible
+from shard_core.testing.programs.program import optimizers_over
 from shard_core.testing.programs.settings import WHOLE, splits_layers
 from shard_core.testing.programs.situation import Situation
 
@@ -26,6 +27,8 @@ _NEEDS = {
     ops.ClipValue: Capability.CLIP_VALUE,
 }
 """What a strategy may lack; that it refuses then is a promise of its own."""
+_ZEROED = 0.2
+"""How many backwards there are whose gradients of before are zeroed after their forward."""
 _MEANS = ("contrastive", "penalty", "by hand")
 """Backwards of losses that are means over rows."""
 
@@ -95,7 +98,7 @@ def _proposed(
 ) -> Iterable[Operation]:
     """Draw what might come next: mostly a piece of an ordinary step, often something odd."""
     number = chance.randrange(len(program.models))
-    mine = [which for which, spec in enumerate(program.optimizers) if spec.module == number]
+    mine = optimizers_over(program, number)
     if chance.random() < 0.5:
         return _ordinary(program, number, mine, card, chance)
     name = chance.choice(names)
@@ -150,6 +153,8 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         rows = [chance.randint(least, 4) for _ in rows]
         rows[0] = max(rows[0], 1)
     key = chance.randrange(10**6)
+    # Of a key, and not of what else is drawn: as most loops are written that have one optimizer.
+    how = "zeroed" if how == "plain" and random.Random(key).random() < _ZEROED else how
     return ops.Backward(
         module=number,
         key=key,

@@ -23,6 +23,7 @@ class Backward:
             all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named;
             ``"frozen"``: the layer on top is frozen before the backward, and trained again after it; ``"eval"``: of a
             module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients;
+            ``"zeroed"``: between the two, optimizers zero the gradients of before;
             ``"by hand"``: by ``loss.backward()``, which a strategy may refuse; ``"accumulated"``: of ``MICRO_BATCHES``,
             of which the last is sent.
         denominator: Whether the loss is a sum and its rows are the denominator.
@@ -374,7 +375,7 @@ TOUCHES: dict[str, tuple[type[Any], ...]] = {
 WAYS: dict[type[Any], tuple[str, ...]] = {
     Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
-        "eval", "penalty", "by hand", "accumulated",
+        "eval", "penalty", "by hand", "accumulated", "zeroed",
     ),
     Forward: ("train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted"),
     EditGradients: ("multiplied", "infinite", "clipped"),

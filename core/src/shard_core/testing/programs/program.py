@@ -131,6 +131,11 @@ def share_of(program: Program, spec: OptimizerSpec) -> int | str | None:
     return taken if spec.kind in TAKES else "rest"
 
 
+def optimizers_over(program: Program, module: int) -> list[int]:
+    """List which optimizers step a module."""
+    return [which for which, spec in enumerate(program.optimizers) if spec.module == module]
+
+
 def from_json(text: str) -> Program:
     """Read a program that ``to_json`` wrote.
 

@@ -182,7 +182,11 @@ class Situation:
         reached = _reached(operation)
         if max(reached) >= len(self._modules) or len(operation.rows) != self.world_size:
             return False
-        final = any(self._modules[each].stale or self._modules[each].clipped for each in reached)
+        zeroed = operation.how == "zeroed"
+        if zeroed and (self._lacks_of(operation.module) or not self._is_alone(operation.module)):
+            return False
+        pending = [_Module() if zeroed else self._modules[each] for each in reached]
+        final = any(each.stale or each.clipped for each in pending)
         if final and (self._scaled or operation.denominator):
             return False
         if operation.how == "contrastive" and (len(set(operation.rows)) > 1 or self._program.precision not in EXACT):
@@ -193,7 +197,7 @@ class Situation:
             stepped = {spec.module for spec in self._program.optimizers}
             lacks = any(self._lacks_of(each) or each not in stepped for each in reached)
             possible = operation.how not in ("gradient", "contrastive", "penalty", "by hand") and not lacks
-        return possible and all(self._modules[each].denominator in (None, operation.denominator) for each in reached)
+        return possible and all(each.denominator in (None, operation.denominator) for each in pending)
 
     def _is_alone(self, number: int) -> bool:
         """Check whether a module has one optimizer."""
@@ -223,7 +227,8 @@ class Situation:
         match operation:
             case ops.Backward(denominator=denominator, deferred=deferred):
                 for each in _reached(operation):
-                    self._modules[each].denominator, self._modules[each].deferred = denominator, deferred
+                    begun = _Module() if operation.how == "zeroed" else self._modules[each]
+                    self._modules[each] = dataclasses.replace(begun, denominator=denominator, deferred=deferred)
             case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "clipped"):
                 infinite = operation.how == "infinite" if isinstance(operation, ops.EditGradients) else False
                 module.infinite, module.clipped = module.infinite or infinite, module.clipped or not infinite

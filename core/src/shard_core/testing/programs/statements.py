@@ -12,6 +12,7 @@ from shard_core import plugins
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.parts import SKIPPING
 from shard_core.testing.programs.plain.precisions import input_dtype
+from shard_core.testing.programs.program import optimizers_over
 from shard_core.testing.programs.settings import options_for
 
 if TYPE_CHECKING:
@@ -282,8 +283,10 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     other, second = f"other = {_batch(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"
     backward, shown = f"strategy.backward(loss, {name}{counted})", ["loss=loss"]
     match operation.how:
-        case "plain" | "by hand":
-            lines += [loss, "loss.backward()" if operation.how == "by hand" else backward]
+        case "plain" | "by hand" | "zeroed":
+            mine = optimizers_over(program, operation.module) if operation.how == "zeroed" else []
+            zeroed = [f"{OPTIMIZERS[each]}.zero_grad()" for each in mine]
+            lines += [loss, *zeroed, "loss.backward()" if operation.how == "by hand" else backward]
         case "accumulated":
             lines = [f"for micro in range({ops.MICRO_BATCHES}):"]
             lines += [f"    given = {_batch(program, f'{operation.key} + micro', operation.rows)}"]

@@ -38,6 +38,8 @@ class Oracle(PlainRun):
             case ops.Backward(how="contrastive"):
                 shown = self._contrasted(operation)
             case ops.Backward():
+                if operation.how == "zeroed":  # forwards neither read nor write gradients
+                    self._on_all(ops.ZeroGrad(of_module=True, which=operation.module))
                 self._note(operation)
                 shown = self._each(lambda rank: self._backward(operation, rank))
             case ops.Forward():
