@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ class ForwardWrites:
     ``parameter.data`` in place; these are looked for in the first forward of each part of a unit, value by value, and
     what was written to there is taken to be written to in every forward of that part.
 
+    Activation checkpointing runs again in backward what it wraps, and writes once more. That is taken when the gradient
+    of what forwards write to has come, before its unit frees it.
+
     Args:
         module: One that was sharded.
         units: Its units, without the root's.
@@ -35,6 +39,7 @@ class ForwardWrites:
         self._seen: dict[torch.Tensor, _Gathered] = {}
         self._compared: set[nn.Module] = set()
         self._outdated: dict[nn.Module, set[torch.Tensor]] = {}
+        self._followed: set[torch.Tensor] = set()
         self._units = {first: first for first in [module, *(unit.modules[0] for unit in units)]}
         self._units |= {part: unit.modules[0] for unit in units for part in unit.modules}
         # No graph may hold the hooks, as none holds torch's own, and no hook may become a graph of its own.
@@ -105,6 +110,34 @@ class ForwardWrites:
                 seen.writers.add(part)
             if written and mine.numel():
                 _write(mine.to(shard.device), shard)
+            if written:
+                seen.left = mine.clone() if seen.writers else None
+                self._follow(unit, tensor)
+
+    def _follow(self, unit: nn.Module, written: torch.Tensor) -> None:
+        """Take from now on what is written to a parameter in backward, too, before its unit frees it."""
+        if written in self._followed:
+            return
+        self._followed.add(written)
+        trained = [written] if written.requires_grad else [each for each in gathered_for(unit) if each.requires_grad]
+        for each in trained:  # no graph may hold these hooks either
+            each.register_post_accumulate_grad_hook(_Again(self, unit, written))
+
+    @torch.no_grad()
+    def take_again(self, unit: nn.Module, tensor: torch.Tensor) -> None:
+        """Take what was written while a forward ran again in backward.
+
+        Args:
+            unit: Its first module, or the whole module for the root's.
+            tensor: A gathered parameter.
+        """
+        seen, parameter = self._seen[tensor], gathered_for(unit)[tensor]
+        mine, shard = self._both(seen, parameter)
+        if not seen.written() and (seen.left is None or _same(mine, seen.left)):
+            return
+        seen.left = mine.clone() if seen.writers else None
+        if mine.numel():
+            _write(mine.to(shard.device), shard)
 
     @torch.no_grad()
     def _find_outdated(self, unit: nn.Module) -> set[torch.Tensor]:
@@ -130,11 +163,14 @@ class _Gathered:
     Attributes:
         own: The memory that its unit gathers it into.
         writers: The parts whose forwards write to it uncounted.
+        left: This rank's part of it as those have left it, by which is seen what is written after them: shards may
+            have been changed by hand since.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.own = _local(tensor)
         self.writers: set[nn.Module] = set()
+        self.left: torch.Tensor | None = None
         self._tensor = tensor
         self._changes = self._count()
 
@@ -150,6 +186,19 @@ class _Gathered:
     def _count(self) -> tuple[int | None, ...]:
         held = _held(self._tensor)
         return version_of(self._tensor), None if held is self._tensor else version_of(held)
+
+
+class _Again:
+    """A hook on a gradient that takes what was written by then, if the module is still there."""
+
+    def __init__(self, writes: ForwardWrites, unit: nn.Module, tensor: torch.Tensor) -> None:
+        self._writes, self._unit, self._tensor = weakref.ref(writes), weakref.ref(unit), weakref.ref(tensor)
+
+    def __call__(self, trained: torch.Tensor) -> None:
+        del trained
+        writes, unit, tensor = self._writes(), self._unit(), self._tensor()
+        if writes is not None and unit is not None and tensor is not None:
+            writes.take_again(unit, tensor)
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
