@@ -75,6 +75,8 @@ def first_difference(
         bound = bounds[kind] + _SENSITIVITY_ALLOWS * sensitivity.get((at, key), 0.0)
         if overflowed and kind == "gradients":
             continue  # of a loss that was multiplied by too much: they are thrown away, whatever clipping made of them
+        if scaled and kind == "norm" and not (math.isfinite(found[key]) or math.isfinite(value)):
+            continue  # likewise: whether two infinities met in a sum is the kernel's
         far = distance(found[key], value, near * _LARGEST / max(BOUNDS[kind], 1e-30) if kind != "norm" else 0.0)
         if not far <= bound:
             return (
