@@ -14,6 +14,10 @@ from shard_core.testing.programs.settings import TAKES
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
 
+MODULES = ("model", "critic")
+OPTIMIZERS = ("optimizer", "second")
+SCHEDULERS = ("scheduler", "second_scheduler")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -134,6 +138,13 @@ def share_of(program: Program, spec: OptimizerSpec) -> int | str | None:
 def optimizers_over(program: Program, module: int) -> list[int]:
     """List which optimizers step a module."""
     return [which for which, spec in enumerate(program.optimizers) if spec.module == module]
+
+
+def everything(program: Program) -> list[str]:
+    """List the names of all that a program builds, saves and loads."""
+    schedulers = [name for name, spec in zip(SCHEDULERS, program.optimizers, strict=False) if spec.scheduled]
+    average = ["average"] if program.averaged else []
+    return [*MODULES[: len(program.models)], *OPTIMIZERS[: len(program.optimizers)], *schedulers, *average]
 
 
 def from_json(text: str) -> Program:

@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.program import segments, share_of
-from shard_core.testing.programs.statements import (
-    MODULES,
-    OPTIMIZERS,
-    SCHEDULERS,
-    everything,
-    shown_state,
-    statements,
-    strategy_of,
-)
+from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, everything, segments, share_of
+from shard_core.testing.programs.statements import shown_state, statements, strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from shard_core import plugins
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.parts import SKIPPING
 from shard_core.testing.programs.plain.precisions import input_dtype
-from shard_core.testing.programs.program import optimizers_over
+from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, everything, optimizers_over
 from shard_core.testing.programs.settings import options_for
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 Lines = tuple[list[str], list[str]]
 
-MODULES = ("model", "critic")
-OPTIMIZERS = ("optimizer", "second")
-SCHEDULERS = ("scheduler", "second_scheduler")
 _CONTEXTS = {"no_grad": "torch.no_grad()", "inference": "torch.inference_mode()"}
 
 
@@ -380,13 +377,6 @@ def _added(operation: ops.AddGroup, program: Program) -> str:
     parameters = f"list(strategy.unwrap({MODULES[spec.module]}).parts[{spec.without!r}].parameters())"
     group = f'{{"params": {parameters}, "lr": {operation.rate}, "weight_decay": {operation.decay}}}'
     return f"{OPTIMIZERS[operation.optimizer]}.add_param_group({group})"
-
-
-def everything(program: Program) -> list[str]:
-    """List the names of all that a program builds, saves and loads."""
-    schedulers = [name for name, spec in zip(SCHEDULERS, program.optimizers, strict=False) if spec.scheduled]
-    average = ["average"] if program.averaged else []
-    return [*MODULES[: len(program.models)], *OPTIMIZERS[: len(program.optimizers)], *schedulers, *average]
 
 
 def _states(names: Sequence[str]) -> str:
