@@ -73,6 +73,7 @@ ROGUES = {
     "cuts_second_derivatives": Fault("penalties_on_gradients_train"),
     "takes_assigned_gradients": Fault("assigned_gradients_are_averaged_or_refused"),
     "keeps_half_of_a_backward": Fault("interrupted_backwards_leave_nothing"),
+    "keeps_what_a_failed_forward_gathered": Fault("failed_forwards_leave_nothing"),
     "takes_strays": Fault("parameters_of_no_module_train_alike"),
     "forgets_writes": Fault("weights_written_in_forward_count"),
     "draws_from_its_own_seed": Fault("weights_can_be_drawn_anew"),

@@ -53,6 +53,29 @@ class KeepsHalfOfABackward(Rogue):
             raise
 
 
+class KeepsWhatAFailedForwardGathered(Rogue):
+    """Computes in the forward after one that an exception has ended with the weights that this one had."""
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any) -> Any:
+        ready = self.inner.setup_module_and_optimizers(module, optimizers)
+        kept: dict[Any, torch.Tensor] = {}
+        module.register_forward_pre_hook(lambda module, args: _exchange(kept))
+        module.register_forward_hook(lambda module, args, output: _end(kept, module, output), always_call=True)
+        return ready
+
+
+def _exchange(kept: dict[Any, torch.Tensor]) -> None:
+    for parameter, value in kept.items():
+        kept[parameter], parameter.data = parameter.data, value
+
+
+def _end(kept: dict[Any, torch.Tensor], module: Any, output: Any) -> None:
+    _exchange(kept)
+    kept.clear()
+    if output is None:
+        _remember(kept, module)
+
+
 class TakesStrays(Rogue):
     """Steps what no module holds with the gradient of each rank alone."""
 

@@ -30,9 +30,9 @@ optimizer of stage 3: adding gradients up rather than replacing them, and bringi
 go when DeepSpeed exposes a parameter's shard, and takes changed ones, in public.
 
 ``ds_inflight_param_registry`` and ``_parameters._in_forward`` of a module, ``ds_id`` and ``ds_external_parameters`` of
-a submodule, ``all_gather`` and ``ds_active_sub_modules`` of a parameter, and ``FWD_MODULE_STACK``: what is on its way,
-and which submodules need it.
-They can go when what ``register_external_parameter`` is told in a forward is there until the end of that forward.
+a submodule, ``all_gather`` and ``ds_active_sub_modules`` of a parameter, ``FWD_MODULE_STACK``, and
+``_forward_epilogue`` of an engine: what is on its way, which submodules need it, and that a forward is over, though by
+an exception. They can go when what ``register_external_parameter`` is told in a forward is there until its end.
 
 ``applied_pre_backward_ref_cnt`` and ``ds_grads_remaining`` of a submodule: for how many backwards stage 3 gathers it,
 and when it lets go; ``pre_sub_module_backward_function``, which gathers it. They can go when a second backward through
@@ -361,6 +361,15 @@ def hold_in_forward(root: Any, parameter: Any) -> None:
         return
     register_external_parameter(reader, parameter)
     parameter.ds_active_sub_modules.add(reader.ds_id)
+
+
+def end_failed_forward(engine: Any) -> None:
+    """Tell an engine's submodules that the forward is over that an exception has ended, at stage 3."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    engine._forward_epilogue()
+    inside = set(engine.module.modules()) - {engine.module}
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in inside]
 
 
 def gathered_for(submodule: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ class ZeroModule:
         ]
         if self._layout.lets_go:
             self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
-            self._hooks.append(module.register_forward_hook(self._end_forward))
+            self._hooks.append(module.register_forward_hook(self._end_forward, always_call=True))
             gather_listed(module)
             self._hooks += [hook for part in module.modules() for hook in self._writes.watch(part)]
         # Before DeepSpeed's own, which gathers parameters of the module itself over what was written to them.
@@ -214,8 +215,10 @@ class ZeroModule:
             _versions.gather_persistent(self.engine.optimizer)
 
     def _end_forward(self, module: torch.nn.Module, args: object, output: Any) -> None:
-        """Announce backwards from tensors inside objects, in which DeepSpeed looks for none."""
+        """Announce backwards from tensors inside objects, in which DeepSpeed looks for none; end what has failed."""
         del args
+        if output is None and sys.exc_info()[0] is not None:  # as torch calls hooks that it always calls
+            _versions.end_failed_forward(self.engine)
         for tensor in inside_objects(output):
             _versions.announce_backward(self.engine.optimizer, module, tensor)
 

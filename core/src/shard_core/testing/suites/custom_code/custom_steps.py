@@ -64,6 +64,16 @@ class CustomSteps(Suite):
         self._assert_trained(ranks, "interrupted")
 
     @promise(after=("averages_gradients",), every_size=False)
+    def test_failed_forwards_leave_nothing(self, ranks: Ranks) -> None:
+        """An exception may end a forward midway, between a backward and its step, too; what comes after trains on.
+
+        Usual cause:
+            What was gathered for that forward is still there for the next one, which computes with the weights of
+            before the step.
+        """
+        self._assert_trained(ranks, "failed")
+
+    @promise(after=("averages_gradients",), every_size=False)
     def test_parameters_of_no_module_train_alike(self, ranks: Ranks) -> None:
         """A parameter that an optimizer is given and no module holds is trained alike on all ranks.
 
@@ -144,7 +154,7 @@ class _Model(nn.Module):
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         self.table = nn.Embedding(4, 8, max_norm=0.5 if what == "renormalised" else None)
-        self.what, self.interrupts = what, False
+        self.what, self.interrupts, self.fails = what, False, False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self._write()
@@ -152,6 +162,8 @@ class _Model(nn.Module):
         hidden = torch.tanh(self.first(inputs)) + self.table(rows)
         if self.interrupts:
             hidden.register_hook(_interrupt)
+        if self.fails:
+            raise _Interruption("after the first layer")
         return torch.as_tensor(self.last(torch.tanh(self.middle(hidden))))
 
     @torch.no_grad()
@@ -166,7 +178,7 @@ class _Model(nn.Module):
 
 
 class _Interruption(Exception):
-    """Ends a backward."""
+    """Ends a forward or a backward."""
 
 
 def _interrupt(gradient: torch.Tensor) -> None:
@@ -186,6 +198,14 @@ class _Loop:
         """Call the module."""
         outputs: torch.Tensor = self.model(inputs)
         return outputs
+
+    def fail(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Compute losses in vain, with gradients and without."""
+        self.own.fails = True
+        for gradients in (True, False):
+            with contextlib.suppress(_Interruption), torch.set_grad_enabled(gradients):
+                self.loss("failed", inputs, targets)
+        self.own.fails = False
 
     def prepare(self, what: str, number: int) -> None:
         """Do what is done between steps."""
@@ -261,6 +281,8 @@ def train_unusually(subject: Subject, what: str) -> Weights | str:
                     strategy.backward(loss, model)
                 elif refusal := _assign_gradients(loss, loop.own):
                     return refusal
+                if what == "failed":
+                    loop.fail(*models.share_of(strategy, batch))
                 strategy.optimizer_step(optimizer)
                 optimizer.zero_grad()
         except ShardError as refusal:
