@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         parameters_of,
         tensors_of,
     )
-    from shard_core.testing.programs.observation import fails, interrupted, print_shown, state
+    from shard_core.testing.programs.observation import failing, fails, interrupted, print_shown, state
     from shard_core.testing.programs.program import Program
     from shard_core.testing.programs.script import script_of
     from shard_core.testing.programs.shrinking import shrink
@@ -31,6 +31,7 @@ __all__ = [
     "contrast_of",
     "draw",
     "evaluate",
+    "failing",
     "fails",
     "fed_back",
     "interrupted",
@@ -47,7 +48,7 @@ __all__ = [
 _HOMES = {
     "grammar": ("draw",),
     "judgement": ("Judgement", "judge"),
-    "observation": ("fails", "interrupted", "print_shown", "state"),
+    "observation": ("failing", "fails", "interrupted", "print_shown", "state"),
     "model": ("Model", "batch", "contrast_of", "evaluate", "fed_back", "loss_of", "parameters_of", "tensors_of"),
     "program": ("Program",),
     "script": ("script_of",),

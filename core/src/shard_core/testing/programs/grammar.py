@@ -144,8 +144,9 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
     kinds += ["by hand"] * (chance.random() < 0.08)
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
     kinds += ["contrastive"] * (Capability.SYNC_GRADS in card.capabilities)
-    kinds += ["through"] * 2 * (len(program.models) == 2)
+    kinds += ["through", "through", "detached", "detached"] * (len(program.models) == 2)
     how = chance.choice(kinds)
+    number = 1 if how == "detached" else number
     denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities and how not in _MEANS
     rows = [chance.randint(2, 4)] * program.world_size
     if how != "contrastive" and chance.random() < (0.6 if denominator else 0.2):
@@ -154,7 +155,7 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         rows[0] = max(rows[0], 1)
     key = chance.randrange(10**6)
     # Of a key, and not of what else is drawn: as most loops are written that have one optimizer.
-    how = "zeroed" if how == "plain" and random.Random(key).random() < _ZEROED else how
+    how = ("zeroed", "cleared")[key % 2] if how == "plain" and random.Random(key).random() < _ZEROED else how
     return ops.Backward(
         module=number,
         key=key,
@@ -199,7 +200,7 @@ def _odd(
         ),
         ops.ZeroByHand(module=number, set_to_none=chance.random() < 0.5),
         ops.EditGradients(
-            module=number, how=chance.choices(ops.WAYS[ops.EditGradients], (2, 1, not splits_layers(card)))[0]
+            module=number, how=chance.choices(ops.WAYS[ops.EditGradients], (2, 1, not splits_layers(card), 1))[0]
         ),
         ops.EditWeights(
             module=number,

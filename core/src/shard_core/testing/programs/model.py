@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 _OUTPUTS = 3
 
 
+class Interruption(Exception):
+    """Ends a forward or a backward, as a lack of memory does."""
+
+
 class Outcome:
     """What a model returns as an object: a prediction, and an object with more."""
 
@@ -90,12 +94,22 @@ class Model(nn.Module):
         plan = {f"parts.{name}": style for name, style in PLAN.items() if name.partition(".")[0] in parts}
         self.config = types.SimpleNamespace(base_model_tp_plan={**plan, "head": "rowwise_split_input"})
 
-    def forward(self, given: Batch, extra: bool = False) -> Output:
-        """Compute a prediction of shape (rows, 3) and, in a tuple or a dict, an auxiliary value a row."""
+    def forward(self, given: Batch, extra: bool = False, fails: bool = False) -> Output:
+        """Compute a prediction of shape (rows, 3) and, in a tuple or a dict, an auxiliary value a row.
+
+        Args:
+            given: What a rank is given.
+            extra: Whether the block that is not always called is.
+            fails: Whether an exception ends it, before the last part if it has any.
+        """
         hidden = given.inputs
-        for part in self.parts.values():
+        for number, part in enumerate(self.parts.values(), 1):
+            if fails and number == len(self.parts):
+                break
             if extra or not isinstance(part, Extra):
                 hidden = hidden + part(hidden, given.tokens)
+        if fails:
+            raise Interruption("before the layer on top")
         prediction = self.head(hidden.mean(1))
         auxiliary = hidden.square().mean((1, 2))
         if self.output == "tuple":
@@ -139,9 +153,10 @@ def contrast_of(mine: torch.Tensor, everyone: torch.Tensor, rank: int) -> torch.
     return nn.functional.cross_entropy(scores, own)
 
 
-def fed_back(given: Batch, output: Output) -> Batch:
-    """Make a batch for another model of what one has made of a batch."""
-    return given._replace(inputs=given.inputs + tensors_of(output)[0].mean(1)[:, None, None])
+def fed_back(given: Batch, output: Output, *, detached: bool = False) -> Batch:
+    """Make a batch for another model of what one has made of a batch, be it without gradients for that one."""
+    made = tensors_of(output)[0].mean(1)[:, None, None]
+    return given._replace(inputs=given.inputs + (made.detach() if detached else made))
 
 
 def parameters_of(

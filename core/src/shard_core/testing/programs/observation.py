@@ -20,10 +20,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from shard_core.errors import ShardError
 from shard_core.selection import get_strategy
+from shard_core.testing.programs.model import Interruption
 from shard_core.testing.programs.parts.dropout import MASKS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shard_core.strategy import Strategy
     from shard_core.testing.programs.program import Segment
@@ -119,10 +120,6 @@ def print_shown(number: int, **values: Any) -> None:
         print(number, *(f"{name}={_flat(value)}" for name, value in _copied(values).items()))
 
 
-class _Interruption(Exception):
-    """Ends a backward, as a lack of memory does."""
-
-
 def interrupted(called: Callable[[], object], output: torch.Tensor) -> None:
     """Call a backward that an exception ends where it comes to a tensor, and go on.
 
@@ -132,12 +129,26 @@ def interrupted(called: Callable[[], object], output: torch.Tensor) -> None:
     """
 
     def interrupt(gradient: torch.Tensor) -> None:
-        raise _Interruption(f"at a gradient of shape {tuple(gradient.shape)}")
+        raise Interruption(f"at a gradient of shape {tuple(gradient.shape)}")
 
     if output.requires_grad:
         output.register_hook(interrupt)
-        with contextlib.suppress(_Interruption):
+        with contextlib.suppress(Interruption):
             called()
+
+
+@contextlib.contextmanager
+def failing() -> Iterator[None]:
+    """Expect that a model ends its forward by an exception, and go on.
+
+    Raises:
+        AssertionError: If it does not.
+    """
+    try:
+        yield
+    except Interruption:
+        return
+    raise AssertionError("the forward has not failed")
 
 
 def fails(called: Callable[[], object]) -> bool:

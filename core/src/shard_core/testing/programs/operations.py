@@ -23,7 +23,8 @@ class Backward:
             all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named;
             ``"frozen"``: the layer on top is frozen before the backward, and trained again after it; ``"eval"``: of a
             module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients;
-            ``"zeroed"``: between the two, optimizers zero the gradients of before;
+            ``"zeroed"`` and ``"cleared"``: between the two, optimizers or the module zero the gradients of before;
+            ``"detached"``: of the second module, on the first one's output without its gradients;
             ``"by hand"``: by ``loss.backward()``, which a strategy may refuse; ``"accumulated"``: of ``MICRO_BATCHES``,
             of which the last is sent.
         denominator: Whether the loss is a sum and its rows are the denominator.
@@ -45,7 +46,7 @@ class Forward:
     """A forward without a backward: ``train``, ``eval``, ``no_grad``, ``inference``, ``unwrap`` or entry ``method``.
 
     ``interrupted`` has a backward, which an exception ends at the output: all gradients are thrown away, as the
-    contract has it.
+    contract has it. ``failed`` and ``failed evaluation`` are ended by an exception themselves.
     """
 
     module: int = 0
@@ -113,12 +114,12 @@ class ZeroByHand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EditGradients:
-    """Multiply a module's gradients by hand, make all their elements infinite, or clip them by torch's function.
+    """Multiply a module's gradients by hand, be it by assigning others, make all infinite, or clip them by torch.
 
     Attributes:
         module: Which module.
         factor: By what they are multiplied.
-        how: ``"multiplied"``, ``"infinite"`` or ``"clipped"``.
+        how: ``"multiplied"``, ``"assigned"``, ``"infinite"`` or ``"clipped"``.
     """
 
     module: int = 0
@@ -375,10 +376,12 @@ TOUCHES: dict[str, tuple[type[Any], ...]] = {
 WAYS: dict[type[Any], tuple[str, ...]] = {
     Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
-        "eval", "penalty", "by hand", "accumulated", "zeroed",
+        "eval", "penalty", "by hand", "accumulated", "zeroed", "cleared", "detached",
     ),
-    Forward: ("train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted"),
-    EditGradients: ("multiplied", "infinite", "clipped"),
+    Forward: (
+        "train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted", "failed", "failed evaluation",
+    ),
+    EditGradients: ("multiplied", "infinite", "clipped", "assigned"),
     EditWeights: ("in place", "data"),
     Load: ("path", "latest", "modules"),
     Fail: ("save", "background", "unwaited", "load"),

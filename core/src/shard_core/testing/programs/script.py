@@ -19,8 +19,8 @@ _HEAD = '''\
 {before}import torch
 {more}
 from shard_core import {imports}
-from shard_core.testing.programs import Model, batch, contrast_of, evaluate, fails, fed_back, loss_of
-from shard_core.testing.programs import interrupted, parameters_of, print_shown, state, tensors_of
+from shard_core.testing.programs import Model, batch, contrast_of, evaluate, failing, fails, fed_back
+from shard_core.testing.programs import interrupted, loss_of, parameters_of, print_shown, state, tensors_of
 
 
 '''
@@ -40,6 +40,7 @@ _OPTIMIZERS = {
     "momentum": "SGD({parameters}, lr=0.05, momentum=0.9{more})",
     "nesterov": "SGD({parameters}, lr=0.05, momentum=0.9, nesterov=True{more})",
     "adamw": "AdamW({parameters}, lr=0.01, eps=1e-6{more})",
+    "adam": "Adam({parameters}, lr=0.01, eps=1e-6{more})",
     "amsgrad": "Adam({parameters}, lr=0.01, eps=1e-6, amsgrad=True{more})",
     "rmsprop": "RMSprop({parameters}, lr=0.005, momentum=0.5, eps=1e-3{more})",
     "adagrad": "Adagrad({parameters}, lr=0.02, eps=1e-6{more})",

@@ -71,7 +71,7 @@ _REFUSED_BESIDE = {
 }
 """Options that every strategy refuses that has another one, as not there yet."""
 KINDS = (
-    *("sgd", "momentum", "nesterov", "adamw", "amsgrad", "rmsprop", "adagrad"),
+    *("sgd", "momentum", "nesterov", "adam", "adamw", "amsgrad", "rmsprop", "adagrad"),
     *("nadam", "radam", "adamax", "asgd", "adadelta", "adafactor"),
 )
 """The kinds of optimizers that take all parameters."""
@@ -93,7 +93,7 @@ COMPILED = ("before", "in place", "after")
 """Where models are compiled: before setup by ``torch.compile(model)`` or ``model.compile()``, or after it by this."""
 NOT_COMPILED = ("counter",)
 """Parts that torch's compiler gets wrong."""
-FUSED = ("sgd", "momentum", "nesterov", "adamw", "amsgrad", "adagrad")
+FUSED = ("sgd", "momentum", "nesterov", "adam", "adamw", "amsgrad", "adagrad")
 """Those that torch can compute in one kernel on the CPU."""
 ALL_AT_ONCE = ("momentum", "nesterov")
 """Those whose fused kernel wants momentum of all parameters with gradients, or of none yet."""

@@ -182,8 +182,9 @@ class Situation:
         reached = _reached(operation)
         if max(reached) >= len(self._modules) or len(operation.rows) != self.world_size:
             return False
-        zeroed = operation.how == "zeroed"
-        if zeroed and (self._lacks_of(operation.module) or not self._is_alone(operation.module)):
+        zeroed = operation.how in ("zeroed", "cleared")
+        by_optimizer = operation.how == "zeroed"
+        if by_optimizer and (self._lacks_of(operation.module) or not self._is_alone(operation.module)):
             return False
         pending = [_Module() if zeroed else self._modules[each] for each in reached]
         final = any(each.stale or each.clipped for each in pending)
@@ -227,7 +228,7 @@ class Situation:
         match operation:
             case ops.Backward(denominator=denominator, deferred=deferred):
                 for each in _reached(operation):
-                    begun = _Module() if operation.how == "zeroed" else self._modules[each]
+                    begun = _Module() if operation.how in ("zeroed", "cleared") else self._modules[each]
                     self._modules[each] = dataclasses.replace(begun, denominator=denominator, deferred=deferred)
             case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "clipped"):
                 infinite = operation.how == "infinite" if isinstance(operation, ops.EditGradients) else False
@@ -258,4 +259,4 @@ def _has(program: Program, option: str) -> bool:
 
 def _reached(operation: ops.Backward) -> list[int]:
     """List the modules that a loss comes through."""
-    return [0, 1] if operation.how == "through" else [operation.module]
+    return {"through": [0, 1], "detached": [1]}.get(operation.how, [operation.module])

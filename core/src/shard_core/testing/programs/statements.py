@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Lines = tuple[list[str], list[str]]
 
 _CONTEXTS = {"no_grad": "torch.no_grad()", "inference": "torch.inference_mode()"}
+_CONTEXTS |= {"failed": "failing()", "failed evaluation": "failing(), torch.no_grad()"}
 
 
 @functools.singledispatch
@@ -90,8 +91,9 @@ def _(operation: ops.EditGradients, *_: object) -> Lines:
     if operation.how == "clipped":
         return [f"torch.nn.utils.clip_grad_norm_({MODULES[operation.module]}.parameters(), 0.5)"], []
     loop = f"for parameter in {MODULES[operation.module]}.parameters():"
-    edit = "add_(float('inf'))" if operation.how == "infinite" else f"mul_({operation.factor})"
-    return [loop, "    if parameter.grad is not None:", f"        parameter.grad.{edit}"], []
+    edit = ".add_(float('inf'))" if operation.how == "infinite" else f".mul_({operation.factor})"
+    edit = f" = {operation.factor} * parameter.grad" if operation.how == "assigned" else edit
+    return [loop, "    if parameter.grad is not None:", f"        parameter.grad{edit}"], []
 
 
 @statements.register(ops.EditWeights)
@@ -280,9 +282,10 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     other, second = f"other = {_batch(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"
     backward, shown = f"strategy.backward(loss, {name}{counted})", ["loss=loss"]
     match operation.how:
-        case "plain" | "by hand" | "zeroed":
-            mine = optimizers_over(program, operation.module) if operation.how == "zeroed" else []
-            zeroed = [f"{OPTIMIZERS[each]}.zero_grad()" for each in mine]
+        case "plain" | "by hand" | "zeroed" | "cleared":
+            mine = [OPTIMIZERS[each] for each in optimizers_over(program, operation.module)]
+            owners = {"zeroed": mine, "cleared": [name]}.get(operation.how, [])
+            zeroed = [f"{each}.zero_grad()" for each in owners]
             lines += [loss, *zeroed, "loss.backward()" if operation.how == "by hand" else backward]
         case "accumulated":
             lines = [f"for micro in range({ops.MICRO_BATCHES}):"]
@@ -324,9 +327,9 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
                 "loss = loss_of(output, given) + slope.square().mean()",
                 f"strategy.backward(loss, {name})",
             ]
-        case "through":
-            first, second = MODULES
-            lines += [f"loss = loss_of({second}(fed_back(given, {first}(given))), given{reduction})", backward]
+        case "through" | "detached":
+            fed = f"fed_back(given, {MODULES[0]}(given){', detached=True' * (operation.how == 'detached')})"
+            lines += [f"loss = loss_of({MODULES[1]}({fed}), given{reduction})", backward]
         case "method":
             score = f"strategy.unwrap({name}).score(given{extra})"
             lines += [f"loss = {score}.{'sum' if operation.denominator else 'mean'}()", backward]
@@ -338,15 +341,16 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
 def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
     called = f"strategy.unwrap({name})" if operation.how in ("unwrap", "method") else name
-    given = _batch(program, operation.key, (3,))
+    fails = operation.how.startswith("failed")
+    given = _batch(program, operation.key, (3,)) + ", fails=True" * fails
     line = f"output = tensors_of({called}{'.score' if operation.how == 'method' else ''}({given}))[0]"
     context = _CONTEXTS.get(operation.how)
     lines = [f"with {context}:", f"    {line}"] if context else [line]
-    if operation.how in ("eval", "inference"):
+    if operation.how in ("eval", "inference", "failed evaluation"):
         lines = [f"{name}.eval()", *lines, f"{name}.train()"]
     if operation.how == "interrupted":
         lines += [f"interrupted(lambda: strategy.backward(output.sum(), {name}), output)"]
-    return lines, ["output=output.detach()"]
+    return lines, [] if fails else ["output=output.detach()"]
 
 
 def _batch(program: Program, key: int | str, rows: tuple[int, ...]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.model import Batch, batch, contrast_of, fed_back, loss_of, tensors_of
+from shard_core.testing.programs.model import Batch, Interruption, batch, contrast_of, fed_back, loss_of, tensors_of
 from shard_core.testing.programs.plain.plain_run import Count, PlainRun, Values
 from shard_core.testing.programs.plain.precisions import input_dtype
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shard_core.testing.programs.operations import Operation
 
-_NO_GRADIENTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+_NO_GRADIENTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "failed evaluation": torch.no_grad}
 
 
 class Oracle(PlainRun):
@@ -38,7 +38,7 @@ class Oracle(PlainRun):
             case ops.Backward(how="contrastive"):
                 shown = self._contrasted(operation)
             case ops.Backward():
-                if operation.how == "zeroed":  # forwards neither read nor write gradients
+                if operation.how in ("zeroed", "cleared"):  # forwards neither read nor write gradients
                     self._on_all(ops.ZeroGrad(of_module=True, which=operation.module))
                 self._note(operation)
                 shown = self._each(lambda rank: self._backward(operation, rank))
@@ -287,8 +287,9 @@ class Oracle(PlainRun):
                 output = tensors_of(self._run(module, given, rank, extra=operation.extra))[0]
                 self._add(output, gradient=0.1 * given.targets.to(output))
                 return {"loss": output.detach().sum()}
-            case "through":
-                loss = loss_of(self._run(1, fed_back(given, self._run(0, given, rank)), rank), given, reduction)
+            case "through" | "detached":
+                fed = fed_back(given, self._run(0, given, rank), detached=operation.how == "detached")
+                loss = loss_of(self._run(1, fed, rank), given, reduction)
             case "method":
                 score = self._run(module, given, rank, extra=operation.extra, method="score")
                 loss = score.sum() if operation.denominator else score.mean()
@@ -325,10 +326,16 @@ class Oracle(PlainRun):
 
     def _forward(self, operation: ops.Forward, rank: int) -> Values:
         model = self.models[operation.module]
-        model.train(operation.how not in ("eval", "inference"))
+        model.train(operation.how not in ("eval", "inference", "failed evaluation"))
+        given = batch(operation.key, rank, 3)
+        if operation.how.startswith("failed"):
+            with contextlib.suppress(Interruption), _NO_GRADIENTS.get(operation.how, contextlib.nullcontext)():
+                self._run(operation.module, given, rank, fails=True)
+            model.train()
+            return {}
         with _NO_GRADIENTS.get(operation.how, contextlib.nullcontext)():
             method = {"unwrap": "unwrapped", "method": "score"}.get(operation.how, "forward")
-            output = tensors_of(self._run(operation.module, batch(operation.key, rank, 3), rank, method=method))[0]
+            output = tensors_of(self._run(operation.module, given, rank, method=method))[0]
         model.train()
         return {"output": output.detach().clone()}
 

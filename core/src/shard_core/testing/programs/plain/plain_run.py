@@ -29,6 +29,7 @@ _OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-6}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-6}),
     "amsgrad": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-6, "amsgrad": True}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.005, "momentum": 0.5, "eps": 1e-3}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-6}),
@@ -180,7 +181,7 @@ class PlainRun:
         MASKS.given = []
         return [together(shown)] * len(shown) if together else shown
 
-    def _run(self, module: int, given: Batch, rank: int, *, extra: bool = False, method: str = "forward") -> Any:
+    def _run(self, module: int, given: Batch, rank: int, *, method: str = "forward", **given_too: bool) -> Any:
         """Run a method of a module as the strategy would: after an exchange of buffers, where its card says so.
 
         The precision's context stands around the module's own forward, and around no other method.
@@ -193,9 +194,9 @@ class PlainRun:
         model = self._precision.working(module, self.models[module])
         given = given._replace(inputs=given.inputs.to(input_dtype(self._program.precision)))
         if method == "score":
-            return model.score(given, extra)
+            return model.score(given, **given_too)
         with self._precision.forward():
-            return model(given, extra)
+            return model(given, **given_too)
 
     def _add(self, loss: torch.Tensor, **keywords: Any) -> None:
         self._precision.backward(self.models, loss, len(self._ranks), **keywords)

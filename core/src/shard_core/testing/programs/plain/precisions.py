@@ -9,28 +9,44 @@ import torch
 
 from shard_core import plugins
 from shard_core.precision.dtypes import dtype_named
-from shard_core.precision.policies import POLICIES
+from shard_core.precision.interface import PrecisionPolicy
 from shard_core.testing.programs.model import Model
 from shard_core.testing.programs.settings import splits_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shard_core.precision.interface import PrecisionPolicy
     from shard_core.testing.programs.program import ModelSpec
 
 _FIRST_FACTOR = 65536.0
 """What torch's gradient scaler begins with."""
+_ROWS = ("parameter", "compute", "reduce", "accumulate", "optimizer", "buffer")
+_CONTRACT: dict[str, tuple[str, ...]] = {
+    "32-true": ("float32",) * 6,
+    "64-true": ("float64",) * 6,
+    "bf16-true": ("bfloat16",) * 6,
+    "bf16-mixed": ("float32", "bfloat16", *("float32",) * 4),
+    "16-mixed": ("float32", "float16", *("float32",) * 4),
+}
+"""The contract's table, written down once more: what is judged is not asked what it should be."""
+
+
+def contract(precision: str) -> PrecisionPolicy:
+    """Return which dtype is where in a precision, under strategies without a table of their own."""
+    mixed = precision.endswith("-mixed")
+    rows = dict(zip(_ROWS, _CONTRACT[precision], strict=True))
+    return PrecisionPolicy(name=precision, autocast=mixed, scaled=precision == "16-mixed", **rows)
 
 
 def table_of(strategy: str, precision: str) -> PrecisionPolicy:
-    """Return which dtype is where, as a strategy's card says.
+    """Return which dtype is where: as the contract says, or the strategy's card, where that has a table of its own.
 
     Example:
         >>> table_of("ddp", "bf16-mixed").compute
         'bfloat16'
     """
-    return {**POLICIES, **plugins.find(strategy).policies}[precision]
+    own = plugins.find(strategy).policies
+    return own[precision] if precision in own else contract(precision)
 
 
 def rounding(strategy: str, precision: str, *, compiled: bool = False) -> float:
@@ -48,7 +64,7 @@ def rounding(strategy: str, precision: str, *, compiled: bool = False) -> float:
 
 def input_dtype(precision: str) -> torch.dtype:
     """Return what a program's batches are in: a true precision's own dtype, under autocast float32."""
-    table = POLICIES[precision]
+    table = contract(precision)
     return dtype_named(table.parameter if table.autocast else table.compute)
 
 
