@@ -17,6 +17,7 @@ def needed(program):
     return {program.strategy} | {each.strategy for each in program.operations if isinstance(each, ops.Switch)}
 
 
+@pytest.mark.long  # every run judges them by the campaigns of their strategies
 @pytest.mark.parametrize("name", [name for name, program in KEPT.items() if needed(program) <= HERE])
 def test_is_right_now(name, worlds):
     program = KEPT[name]

@@ -26,7 +26,7 @@ def shown(text):
 
 @pytest.mark.parametrize("strategy", ["ddp", "single"])
 def test_scripts_compile_and_show_each_operation_once(strategy):
-    for seed in range(300 if strategy == "ddp" else 50):
+    for seed in range(100 if strategy == "ddp" else 30):
         program = draw(seed, strategy, others=("fsdp",) if strategy == "ddp" else ())
         text = script_of(program)
         compile(text, "script", "exec")
@@ -45,7 +45,7 @@ def test_each_number_of_ranks_has_a_function_of_its_own():
 @pytest.mark.timeout(120)
 def test_a_script_runs_on_the_numbers_of_ranks_that_it_says(tmp_path):
     drawn = (draw(seed, "ddp", sizes=(1, 2)) for seed in range(100))
-    program = next(each for each in drawn if len(segments(each)) == 2)
+    program = next(each for each in drawn if len(segments(each)) == 2 and not each.compiled)
     text = script_of(program)
     (tmp_path / "program.py").write_text(text)
     ((commands),) = re.findall(r"^if __name__ == \"__main__\":  # (.*)$", text, re.MULTILINE)
