@@ -213,6 +213,18 @@ def end_backward(root: Any) -> None:
         root._wait_for_post_backward()
 
 
+def is_whole(tensor: Any) -> bool:
+    """Return whether a unit has gathered one of its whole parameters, and not freed it since."""
+    whole: bool = tensor._has_full_param
+    return whole
+
+
+def part_of(unit: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return what a unit's shard on this rank is of a whole parameter."""
+    part: torch.Tensor = unit._get_shard(whole)
+    return part
+
+
 def forget_full_parameters(unit: Any) -> None:
     """Make the next forward gather a unit's parameters anew."""
     if any(whole._has_full_param for whole in unit.full_params):

@@ -13,6 +13,8 @@ from shard_core import SetupError
 from shard_xla import _versions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
 
@@ -53,17 +55,32 @@ class FullParameter:
         """Forget what the backward before has reached."""
         self._reach.came = False
 
+    @torch.no_grad()
+    def keep_writes(self, part_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Write to the shard what was written to the whole parameter while it was there, as forwards do.
+
+        Args:
+            part_of: Returns this rank's part of it.
+        """
+        if _versions.changes_of(self.full) == self._changes[1] or not _versions.is_whole(self.full):
+            return
+        values = part_of(self.full)
+        # Where they are the shard's own, rounded, it keeps its finer ones.
+        self.shard.copy_(torch.where(values == self.shard.to(values.dtype), self.shard, values.to(self.shard.dtype)))
+        self._changes = _versions.changes_of(self.shard), _versions.changes_of(self.full)
+
     def follow_values(self) -> bool:
         """Return whether the shard has changed, in place or by other ``data``; autograd then learns of it, too.
 
         Raises:
-            SetupError: If the whole parameter was changed instead.
+            SetupError: If the whole parameter was changed instead, when it was away.
         """
         shard, full = self._changes
         if _versions.changes_of(self.full) != full:
             raise SetupError(
-                f"parameter {self.name!r} was changed in place through its module's attribute, where only a forward "
-                "has whole weights, which are gathered anew for the next; change what parameters() gives: the shards."
+                f"parameter {self.name!r} was changed in place through its module's attribute, when nothing of it "
+                "was there: only a forward has whole weights, which are gathered anew for the next; change what "
+                "parameters() gives: the shards."
             )
         memory = self.shard.untyped_storage()
         if _versions.changes_of(self.shard) == shard and self._memory() is memory:

@@ -53,6 +53,8 @@ class FullParameterHooks:
         self._outdated = False
         self._asked = False
         vars(root)["backward_ended"] = self._end_plain_backward
+        for unit, own in zip(self._units, self._of_units, strict=True):
+            vars(unit)["freeing"] = functools.partial(_keep_writes, weakref.ref(unit), own)
         # Held by the module alone, so that both are freed at once.
         root.register_forward_pre_hook(self._before_forward)
         root.register_forward_hook(self._after_forward)
@@ -159,11 +161,16 @@ class FullParameterHooks:
         """Check that shards hold everything that is worth keeping.
 
         Raises:
-            SetupError: If a whole parameter was changed instead.
+            SetupError: If a whole parameter was changed instead, when it was away.
         """
+        self._keep_writes()
         for parameter in self._parameters:
             # Whoever notices a change first, the next forward is to gather anew.
             self._outdated |= parameter.follow_values()
+
+    def _keep_writes(self) -> None:
+        for unit, own in zip(self._units, self._of_units, strict=True):
+            _keep_writes(weakref.ref(unit), own)
 
     def _before_forward(self, root: nn.Module, args: Any) -> None:
         del root, args
@@ -179,6 +186,7 @@ class FullParameterHooks:
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         del root, args
+        self._keep_writes()  # before a step changes shards
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves([inside_objects(output), output]):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -214,6 +222,12 @@ class FullParameterHooks:
                 "the end of no_backward_sync(), where nothing reaches them; all of these micro-batches are thrown "
                 "away: begin them anew, and change gradients after the last backward, which is outside."
             )
+
+
+def _keep_writes(unit: weakref.ref[Any], own: Sequence[FullParameter]) -> None:
+    """Write to a unit's shards what was written to its whole parameters."""
+    for parameter in own:
+        parameter.keep_writes(functools.partial(_versions.part_of, unit()))
 
 
 def _used(parameters: Sequence[FullParameter]) -> list[tuple[str, bool]]:

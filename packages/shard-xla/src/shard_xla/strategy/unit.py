@@ -30,12 +30,14 @@ def unit_class() -> Any:
     class UnitFullyShardedDataParallel(XlaFullyShardedDataParallel):
         running = False
         backward_ended: Callable[[], None] = staticmethod(lambda: None)
+        freeing: Callable[[], None] = staticmethod(lambda: None)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             before, self.running = self.running, True
             try:
                 return super().forward(*args, **kwargs)
-            except RuntimeError as error:
+            except BaseException as error:
+                self.freeing()  # what it has written by then counts
                 if _EMPTY not in str(error):
                     raise
                 raise SetupError(
@@ -72,6 +74,10 @@ def unit_class() -> Any:
                 # Strides are computed along with a shape, when it is asked for. A parameter that had been looked at
                 # while it was freed would be detached with the old strides.
                 whole.dim()
+
+        def _free_full_params(self, *args: Any, **kwargs: Any) -> None:
+            self.freeing()
+            super()._free_full_params(*args, **kwargs)
 
         def _post_backward_hook(self, param: Any, *rest: Any) -> None:
             reduce: Any = self.reduce_scatter_op
