@@ -46,7 +46,8 @@ def test_everything_is_drawn(drawn):
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
     assert {each.kind for program in drawn for each in program.optimizers} == {*KINDS, *TAKES}
     assert {program.precision for program in drawn} == set(PRECISIONS)
-    assert {program.wrapped for program in drawn} == {program.averaged for program in drawn} == {False, True}
+    for flag in ("wrapped", "averaged", "apart"):
+        assert {getattr(program, flag) for program in drawn} == {False, True}
     assert {option for program in drawn for option in program.options} == set(offered("ddp"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import TYPE_CHECKING, Any
 
 from shard_core.capability import Capability
@@ -28,7 +29,6 @@ from shard_core.testing.programs.settings import (
 )
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Sequence
 
     from shard_core.plugins.info import StrategyInfo
@@ -180,6 +180,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         optimizers=tuple(optimizers),
         late=late,
         averaged=chance.random() < 0.25 and precision in EXACT and not _has_part(models, "clamped"),
+        apart=random.Random(f"{seed} apart").random() < 0.25,
         wrapped=chance.random() < 0.08,
         options=_options([each for each in offered(strategy) if not _reads_inside(models, each)], chance),
     )

@@ -67,6 +67,7 @@ class Program:
         optimizers: Its optimizers.
         late: Whether optimizers are made after setup.
         averaged: Whether the first model has an exponential moving average.
+        apart: Whether each rank draws other weights for its models, so that setup has to give all those of rank 0.
         wrapped: Whether its models' parts are made units by hand, where a strategy has such.
         compiled: Where ``torch.compile`` comes in: ``""`` for nowhere, or one of ``settings.COMPILED``.
         options: Of the strategies that have them, from ``OPTIONS``, as they are written in Python.
@@ -81,6 +82,7 @@ class Program:
     optimizers: tuple[OptimizerSpec, ...]
     late: bool = False
     averaged: bool = False
+    apart: bool = False
     wrapped: bool = False
     compiled: str = ""
     options: tuple[str, ...] = ()

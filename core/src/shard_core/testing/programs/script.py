@@ -110,8 +110,11 @@ def _build(program: Program) -> Iterator[str]:
 
 
 def _models(program: Program) -> Iterator[str]:
+    context = "torch.random.fork_rng()" if program.apart else "strategy.module_init_context()"
     sharded = ", strategy.module_sharded_context()" if program.wrapped else ""
-    yield f"    with strategy.module_init_context(){sharded}:"
+    yield f"    with {context}{sharded}:"
+    if program.apart:
+        yield "        torch.manual_seed(strategy.global_rank)"
     for name, model in zip(MODULES, program.models, strict=False):
         arguments = [*map(repr, model.parts), f"output={model.output!r}"]
         yield f"        {name} = Model({', '.join(arguments)})"

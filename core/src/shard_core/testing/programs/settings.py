@@ -148,6 +148,16 @@ LEFT_OUT = (
     "the options that are listed below by strategy: they do not change how it computes, or change what",
     "no_backward_sync inside no_backward_sync, and gradients zeroed inside it",
     "closures that compute more than a loss and its gradients, and schedulers other than StepLR",
+    "a part left out of Adagrad, which torch 2.9 gives no state for groups of later",
+    "modules loaded without the rest under a gradient scaler",
+    "a denominator beside an output's gradient, a loss over all ranks' outputs, a penalty, ``loss.backward()`` or a "
+    "backward that an exception ends",
+    "losses over all ranks' outputs where ranks have batches of other sizes; batches of one row where ranks differ and a "
+    "model has BatchNorm",
+    "checkpoints from before the number of ranks was changed",
+    "infinite gradients, and gradients that optimizers zero after a forward, where two optimizers share a module or one "
+    "lacks a part",
+    "more than two models, and more than two optimizers",
 )
 """What plain PyTorch allows or would allow, and programs never do."""
 LEFT_OPEN = (

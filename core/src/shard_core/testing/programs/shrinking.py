@@ -93,6 +93,8 @@ def _plainer(program: Program) -> Iterator[Program]:
         yield dataclasses.replace(program, options=tuple(each for each in program.options if each != option))
     if program.late:
         yield dataclasses.replace(program, late=False)
+    if program.apart:
+        yield dataclasses.replace(program, apart=False)
     if program.wrapped:
         yield dataclasses.replace(program, wrapped=False)
     if program.averaged:

@@ -81,7 +81,10 @@ class PlainRun:
         self._precision = PlainPrecision(self._strategy, self._program.precision, self._program.models)
         self._seed(self._program.seed)
         torch.set_rng_state(self.generators[0])
-        self.models = [Model(*spec.parts, output=spec.output) for spec in self._program.models]
+        with torch.random.fork_rng(enabled=self._program.apart):
+            if self._program.apart:
+                torch.manual_seed(0)
+            self.models = [Model(*spec.parts, output=spec.output) for spec in self._program.models]
         self.generators[0] = torch.get_rng_state()
         for model in self.models:
             self._precision.convert(model)
