@@ -152,10 +152,9 @@ LEFT_OUT = (
     "modules loaded without the rest under a gradient scaler",
     "a denominator beside an output's gradient, a loss over all ranks' outputs, a penalty, ``loss.backward()`` or a "
     "backward that an exception ends",
-    "losses over all ranks' outputs where ranks have batches of other sizes; batches of one row where ranks differ and a "
-    "model has BatchNorm",
+    "losses over all ranks' outputs where ranks have batches of other sizes, and then batches of one row of BatchNorm",
     "checkpoints from before the number of ranks was changed",
-    "infinite gradients, and gradients that optimizers zero after a forward, where two optimizers share a module or one "
+    "infinite gradients, and those that optimizers zero after a forward, where two optimizers share a module or one "
     "lacks a part",
     "more than two models, and more than two optimizers",
 )
