@@ -69,10 +69,12 @@ def test_what_a_gradient_scaler_forbids_is_illegal():
         (ops.Closure(key=1, rows=(2, 2)),),
         (BACKWARD, ops.ClipNorm(max_norm=1.0), BACKWARD),
         (BACKWARD, ops.Step(), BACKWARD),
+        (ops.Save(), BACKWARD, ops.Load()),
     ):
         assert legal(dataclasses.replace(PLAIN, operations=operations))
         assert not legal(dataclasses.replace(SCALED, operations=operations))
     assert legal(dataclasses.replace(SCALED, operations=(BACKWARD, BACKWARD, ops.Step(), ops.ZeroGrad(), BACKWARD)))
+    assert legal(dataclasses.replace(SCALED, operations=(BACKWARD, ops.Save(), ops.Step(), ops.Load())))
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ LEFT_OUT = (
     "no_backward_sync inside no_backward_sync, and gradients zeroed inside it",
     "closures that compute more than a loss and its gradients, and schedulers other than StepLR",
     "a part left out of Adagrad, which torch 2.9 gives no state for groups of later",
-    "modules loaded without the rest under a gradient scaler",
+    "modules loaded without the rest under a gradient scaler, or all while gradients wait, which have another factor",
     "a denominator beside an output's gradient, a loss over all ranks' outputs, a penalty, ``loss.backward()`` or a "
     "backward that an exception ends",
     "losses over all ranks' outputs where ranks have batches of other sizes, and then batches of one row of BatchNorm",

@@ -167,8 +167,9 @@ class Situation:
                 mine = (spec for spec in self._program.optimizers if spec.module == number)
                 recomputed = self._recomputes and isinstance(operation, ops.Backward)
                 known = not (recomputed or any(spec.fused and spec.kind in ALL_AT_ONCE for spec in mine))
-            case ops.Load(how="modules"):
-                known = not self._scaled
+            case ops.Load(how=how):
+                waiting = how == "modules" or any(each.denominator is not None for each in self._modules)
+                known = not (self._scaled and waiting)
             case ops.EditWeights(how="data"):
                 known = not self._away
             case ops.LoadStateDict():
