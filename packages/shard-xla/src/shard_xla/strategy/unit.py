@@ -33,11 +33,12 @@ def unit_class() -> Any:
         freeing: Callable[[], None] = staticmethod(lambda: None)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            before, self.running = self.running, True
+            before, self.running, state = self.running, True, self.training_state
             try:
                 return super().forward(*args, **kwargs)
             except BaseException as error:
                 self.freeing()  # what it has written by then counts
+                self.training_state = state  # else nothing goes on from here
                 if _EMPTY not in str(error):
                     raise
                 raise SetupError(
