@@ -122,3 +122,52 @@ def test_what_was_changed_by_hand_after_the_forward_stays(worlds: Any, name: str
     expected = Checkpointed(halve, False, False, False).second.weight.detach() * 0.5**4
     for weights in worlds(2).run(edited, name, options):
         torch.testing.assert_close(weights["second.weight"], expected)
+
+
+class Block(nn.Module):
+    """A unit that is frozen, and writes to what it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        halve(self.layer.weight)
+        return inputs + torch.tanh(self.layer(inputs))
+
+
+class Blocks(nn.Module):
+    """Frozen units that are run again in backward, which ends before they do, and a layer below them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return hidden.square().mean()
+
+
+def frozen_units(name: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with get_strategy(name, **options) as strategy:
+        model, optimizer = set_up(strategy, Blocks, sgd)
+        for inputs, _ in models.batches("plain", _STEPS, _BATCH):
+            strategy.backward(model(models.share_of(strategy, (inputs, inputs))[0]), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return whole_weights(strategy, model)
+
+
+@pytest.mark.parametrize(("name", "options"), [LAYOUTS[1], LAYOUTS[3]])
+def test_those_of_units_without_a_gradient_count(worlds: Any, name: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Blocks()
+    optimizer = sgd(model)
+    for inputs, _ in models.batches("plain", _STEPS, _BATCH):
+        model(inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in worlds(2).run(frozen_units, name, options):
+        oracle.assert_same_weights(weights, model.state_dict(), 1e-5)

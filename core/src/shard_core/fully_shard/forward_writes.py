@@ -25,8 +25,8 @@ class ForwardWrites:
     ``parameter.data`` in place; these are looked for in the first forward of each part of a unit, value by value, and
     what was written to there is taken to be written to in every forward of that part.
 
-    Activation checkpointing runs again in backward what it wraps, and writes once more. That is taken when the gradient
-    of what forwards write to has come, before its unit frees it.
+    Activation checkpointing runs again in backward what it wraps, and writes once more. That is taken where a part ends
+    again, and when a gradient of the unit has come, before the unit frees what was written to.
 
     Args:
         module: One that was sharded.
@@ -46,8 +46,9 @@ class ForwardWrites:
         begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
         for part in self._units:
             part.register_forward_pre_hook(begin)
-            # Before torch's own, which frees what was written to.
-            part.register_forward_hook(end, prepend=True)
+            # Before torch's own, which frees what was written to; activation checkpointing may end by an exception what
+            # it runs again, once it has what it needs.
+            part.register_forward_hook(end, prepend=True, always_call=True)
 
     def take(self) -> None:
         """Take what was written to what is gathered just now, between a forward and its backward, say.
@@ -119,9 +120,9 @@ class ForwardWrites:
         if written in self._followed:
             return
         self._followed.add(written)
-        trained = [written] if written.requires_grad else [each for each in gathered_for(unit) if each.requires_grad]
-        for each in trained:  # no graph may hold these hooks either
-            each.register_post_accumulate_grad_hook(_Again(self, unit, written))
+        for each in gathered_for(unit):  # its own gradient may never come
+            if each.requires_grad:  # no graph may hold these hooks either
+                each.register_post_accumulate_grad_hook(_Again(self, unit, written))
 
     @torch.no_grad()
     def take_again(self, unit: nn.Module, tensor: torch.Tensor) -> None:

@@ -37,7 +37,9 @@ def unit_class() -> Any:
             try:
                 return super().forward(*args, **kwargs)
             except BaseException as error:
-                self.freeing()  # what it has written by then counts
+                for unit in self.modules():  # what has been written by then counts, before a step changes shards
+                    if isinstance(unit, UnitFullyShardedDataParallel):
+                        unit.freeing()
                 self.training_state = state  # else nothing goes on from here
                 if _EMPTY not in str(error):
                     raise
