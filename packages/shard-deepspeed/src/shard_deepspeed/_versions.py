@@ -364,7 +364,7 @@ def hold_in_forward(root: Any, parameter: Any) -> None:
 
 
 def end_failed_forward(engine: Any) -> None:
-    """Tell an engine's submodules that the forward is over that an exception has ended, at stage 3."""
+    """Mark a forward that an exception has ended as over in an engine's submodules, at stage 3."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     engine._forward_epilogue()
