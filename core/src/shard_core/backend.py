@@ -20,6 +20,7 @@ from shard_core.collectives.process_group import ProcessGroupCollectives, carryi
 from shard_core.collectives.single import SingleCollectives
 from shard_core.coordinator import Coordinator
 from shard_core.data_parallel.ddp_modules import DDPModules
+from shard_core.forward_calls import ForwardContexts, NoInferenceMode, RunningCall, without_inference_mode
 from shard_core.fully_shard.entry_methods import EntryMethods
 from shard_core.fully_shard.ignored import ignored_parameters
 from shard_core.fully_shard.offload import offload_policy
@@ -42,7 +43,6 @@ from shard_core.gradients import (
     scale,
     total_norm,
 )
-from shard_core.inference_mode import NoInferenceMode, without_inference_mode
 from shard_core.initialization.materialize import Materializer
 from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, is_recorded, record
@@ -87,6 +87,7 @@ __all__ = [
     "Engine",
     "EntryMethods",
     "FlatPart",
+    "ForwardContexts",
     "FullySharder",
     "GradientScaler",
     "HeldSlot",
@@ -109,6 +110,7 @@ __all__ = [
     "ProcessInfo",
     "Recording",
     "ReplacementCheck",
+    "RunningCall",
     "SingleCollectives",
     "SingleStrategy",
     "Slot",

@@ -17,6 +17,7 @@ from shard_core.data.transfer import move
 from shard_core.data_parallel.accumulation_nodes import AccumulationNodes
 from shard_core.data_parallel.buffers import send_before_forward, send_buffers, sends_no_buffers
 from shard_core.errors import SetupError
+from shard_core.forward_calls import ForwardContexts
 from shard_core.gradients import graph_nodes, is_differentiable, on_gradient, sparse_parameters
 from shard_core.parameters import alone_trained, plain_name
 from shard_core.replicas import average_gradients, send_values
@@ -100,6 +101,7 @@ class DDPModules:
             SetupError: If the loss has left out parameters that the wrapper waits for.
         """
         for replica in self._replicas.values():
+            replica.unsynced.leave_abandoned()
             replica.reached.clear()
         replicas, named = list(self._replicas.values()), self._replicas.get(module)
         ready = _passed(loss, [replica for replica in replicas if replica.sends], named)
@@ -162,6 +164,7 @@ class _Replica:
         reached: Those the backward at hand has come to.
         waits: Whether the last backward was deferred here, alike on every rank, whatever it has reached.
         mark: What the graph of a forward's outputs is marked with.
+        unsynced: Has the wrapper average nothing in forwards: it gets ready when a backward begins.
     """
 
     def __init__(self, module: nn.Module, wrapped: nn.Module, device: torch.device, *, may_leave_out: bool) -> None:
@@ -182,11 +185,11 @@ class _Replica:
         # The parameters that the first backward has reached, where all others must reach the same.
         self._graph: frozenset[torch.Tensor] | None = None
         self._wrapper = weakref.ref(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
-        self._forwards: list[bool] = []
+        self.unsynced = ForwardContexts(lambda wrapper: _syncing(wrapper, False))
         self._nodes = AccumulationNodes(self.trained.values())
         self._hooks = [on_gradient(each, self.reached.add) for each in self.parameters]
         if isinstance(wrapped, DistributedDataParallel):
-            wrapped.register_forward_pre_hook(self._begin_forward)
+            wrapped.register_forward_pre_hook(self.unsynced.begin)
             wrapped.register_forward_hook(self._end_forward, always_call=True)
             if wrapped.static_graph:
                 # The wrapper's own forward has the first backward averaged, whatever that comes through.
@@ -224,6 +227,7 @@ class _Replica:
     def no_sync(self) -> Iterator[None]:
         """Leave gradients on this rank within."""
         if self.wrapper is not None:
+            self.unsynced.leave_abandoned()
             with self.wrapper.no_sync():
                 yield
             return
@@ -242,13 +246,11 @@ class _Replica:
             parameter.grad = torch.zeros_like(parameter)
         # It gets ready at the end of a forward, and looks for unused parameters in the graph of what that returns.
         module, wrapper.module = wrapper.module, self._identity
-        synced, wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, True
         try:
-            ready: torch.Tensor = DistributedDataParallel.forward(wrapper, loss)
-            return ready
+            with _syncing(wrapper, True):
+                return cast("torch.Tensor", DistributedDataParallel.forward(wrapper, loss))
         finally:
             wrapper.module = module
-            wrapper.require_backward_grad_sync = synced
 
     def finish(self) -> None:
         """Average what the wrapper has not.
@@ -324,19 +326,23 @@ class _Replica:
         for hook in self._hooks:
             hook.remove()
 
-    def _begin_forward(self, module: DistributedDataParallel, args: Any) -> None:
-        del args
-        self._forwards.append(module.require_backward_grad_sync)
-        module.require_backward_grad_sync = False  # it gets ready when a backward begins
-
     def _end_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
         del args
-        # A hook before ours may have raised. What ran where gradients are deferred need not reach all of them.
-        synced = self._forwards.pop() if self._forwards else module.require_backward_grad_sync
-        module.require_backward_grad_sync = synced
-        for tensor in _tensors(output) if synced or self._static else ():
+        self.unsynced.leave()
+        # What ran where gradients are deferred need not reach all of them.
+        for tensor in _tensors(output) if module.require_backward_grad_sync or self._static else ():
             if tensor.grad_fn is not None:
                 _metadata(tensor.grad_fn)[self.mark] = True
+
+
+@contextlib.contextmanager
+def _syncing(wrapper: Any, syncs: bool) -> Iterator[None]:
+    """Have a wrapper average the gradients of backwards, or not."""
+    before, wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, syncs
+    try:
+        yield
+    finally:
+        wrapper.require_backward_grad_sync = before
 
 
 def _passed(loss: torch.Tensor, replicas: Sequence[_Replica], named: _Replica | None) -> list[_Replica]:

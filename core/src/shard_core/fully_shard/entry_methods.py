@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -21,11 +22,11 @@ from shard_core._versions import (
     running_backward,
     tree_leaves,
 )
+from shard_core.forward_calls import RunningCall, leave_alone, without_inference_mode
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.object_outputs import Shown
 from shard_core.fully_shard.second_derivatives import SecondDerivatives
 from shard_core.fully_shard.units import sharded_parts
-from shard_core.inference_mode import without_inference_mode
 from shard_core.parameters import ReplacementCheck
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class EntryMethods:
         self._unit_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = dict.fromkeys(module.modules(), (module,))
         for unit in reversed(units):
             self._unit_of.update({part: unit.modules for each in unit.modules for part in each.modules()})
-        self._inside: RemovableHandle | None = None
+        self._inside: _OutermostCall | None = None
         self._contexts = contextlib.ExitStack()
         self._started = False
         self._stale = False
@@ -140,18 +141,32 @@ class EntryMethods:
         """Mark what is gathered as outdated: shards may be changed until the next call, which gathers anew."""
         self._stale = True
 
+    def end_abandoned(self, latest: RunningCall | None = None) -> None:
+        """End a call that a ``KeyboardInterrupt`` has ended, before what it has written is lost, or shards change.
+
+        Args:
+            latest: A call that begins just now, if one does.
+        """
+        if self._inside is not None and self._inside.call.is_over(latest):
+            leave_alone(self._contexts)
+            self._end(self._inside)
+            self._end_failed()
+
     def _enter(self, part: torch.nn.Module, args: Any) -> None:
         del args
         if torch.compiler.is_compiling():
             if part is self._module:  # torch's own hook ends the graph here, too
                 torch.compiler.disable(self._free_stale)()
             return
+        if self._inside is not None and part in (self._module, self._inside.part):
+            self.end_abandoned(RunningCall())
         # Activation checkpointing calls again in backward what has run before.
         if self._inside is not None or in_backward():
             return
         self._before_forward()
         stale = self._free_stale()
-        self._inside = part.register_forward_hook(self._leave, always_call=True)
+        leave = part.register_forward_hook(self._leave, always_call=True)
+        self._inside = _OutermostCall(part, leave, RunningCall())
         if part is self._module:
             self._started = True
             return
@@ -198,13 +213,16 @@ class EntryMethods:
             return shown.output
         finally:
             assert self._inside is not None
-            self._inside.remove()
-            self._inside = None
-            self._contexts.close()
+            self._end(self._inside)
             if output is None and sys.exc_info()[0] is not None:  # as torch calls hooks that it always calls
                 self._end_failed()
             elif part is self._module and not torch.is_grad_enabled():
                 reshard(part)
+
+    def _end(self, outermost: _OutermostCall) -> None:
+        outermost.leave.remove()
+        self._inside = None
+        self._contexts.close()
 
     def _end_failed(self) -> None:
         """Free what a forward had gathered that an exception has ended: torch would go on with it after a step."""
@@ -229,6 +247,21 @@ class EntryMethods:
     def _give_output(self, placeholder: None) -> Any:
         del placeholder
         return self._output
+
+
+@dataclasses.dataclass(frozen=True)
+class _OutermostCall:
+    """The call around all others of a module that run just now.
+
+    Attributes:
+        part: What is called.
+        leave: The hook that ends it.
+        call: Tells whether it runs still.
+    """
+
+    part: torch.nn.Module
+    leave: RemovableHandle
+    call: RunningCall
 
 
 class _OnceABackward:

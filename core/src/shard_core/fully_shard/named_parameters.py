@@ -44,7 +44,10 @@ def list_shards(module: torch.nn.Module, calls: EntryMethods) -> None:
     @functools.wraps(torch.nn.Module.named_parameters)
     def named_parameters(part: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         listed = type(part).named_parameters(part, *args, **kwargs)
-        if torch.compiler.is_compiling() or calls.running:
+        if torch.compiler.is_compiling():
+            return listed
+        calls.end_abandoned()
+        if calls.running:
             return listed
         calls.gather_anew()
         instead = shards_of(part)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shard_core._versions import begin_anew, freeze_unsharded, left_gradients
 from shard_core.errors import SetupError
+from shard_core.forward_calls import NoInferenceMode
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync, PlainBackward
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
 from shard_core.fully_shard.forward_writes import ForwardWrites
@@ -23,7 +24,6 @@ from shard_core.fully_shard.named_parameters import list_shards, shard_full_tens
 from shard_core.fully_shard.object_outputs import shard_unit
 from shard_core.fully_shard.units import log_units, sharded_parts
 from shard_core.gradients import check_used_alike, is_differentiable, on_gradient
-from shard_core.inference_mode import NoInferenceMode
 from shard_core.initialization.materialize import Materializer, unset_parameters
 from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
@@ -239,7 +239,8 @@ class FullySharder:
 
     def _begin_backward(self) -> None:
         self._begin_anew()
-        for writes in self._writes.values():
+        for sharded, writes in self._writes.items():
+            self._calls[sharded].end_abandoned()
             writes.take()
         self._drop_discarded()
         for sharded in self._gradients:
@@ -346,6 +347,7 @@ class FullySharder:
         """Free unsharded parameters of all modules, whose shards are about to be read or changed."""
         self._end_second_derivatives()
         for module in self._replicas:
+            self._calls[module].end_abandoned()
             reshard(module)
 
     def _end_second_derivatives(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +9,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shard_core._versions import in_backward
 from shard_core.errors import MissingCapability
+from shard_core.forward_calls import ForwardContexts, RunningCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import ParamSpec
 
     from torch.utils.hooks import RemovableHandle
 
     from shard_core.precision.interface import Precision
+
+    _Given = ParamSpec("_Given")
 
 
 class ForwardPrecision:
@@ -32,8 +35,7 @@ class ForwardPrecision:
 
     def __init__(self, module: torch.nn.Module, precision: Precision, device_type: str) -> None:
         self._precision = precision
-        self._device_type = device_type
-        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+        self._contexts = ForwardContexts(lambda _: precision.forward_context(device_type))
         self._handles: list[RemovableHandle] = []
         if not precision.plain_forward:
             self._handles = [
@@ -44,30 +46,25 @@ class ForwardPrecision:
     def _enter(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        del module
-        _untraced(self._push)()
+        _untraced(self._contexts.enter)(module, RunningCall())
         return self._precision.convert_input(args), self._precision.convert_input(kwargs)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         del module, args, output
-        _untraced(self._pop)()
+        _untraced(self._contexts.leave)()
 
-    def _push(self) -> None:
-        context = self._precision.forward_context(self._device_type)
-        context.__enter__()
-        self._entered.append(context)
-
-    def _pop(self) -> None:
-        if self._entered:
-            self._entered.pop().__exit__(None, None, None)
+    def leave_abandoned(self) -> None:
+        """Leave the context of a forward that a ``KeyboardInterrupt`` has ended, of which torch's hooks do not hear."""
+        self._contexts.leave_abandoned()
 
     def remove(self) -> None:
         """Remove the hooks: the module has its plain forward again."""
+        self.leave_abandoned()
         for handle in self._handles:
             handle.remove()
 
 
-def _untraced(function: Callable[[], None]) -> Callable[[], None]:
+def _untraced(function: Callable[_Given, None]) -> Callable[_Given, None]:
     """Return a function that torch's compiler calls as it is: it traces no context that is left in another call.
 
     The graph of a module that was compiled in place breaks there, and its forward is still one.
@@ -95,7 +92,7 @@ class ForwardOnly:
     ) -> None:
         self._strategy = strategy
         self._kind = kind
-        self._running = 0
+        self._running: list[RunningCall] = []
         self._sharded = sharded
         watched = [part for part in module.modules() if part is not called and self._watches(part)]
         # By identity: hooks are copied along with a module, and a copy of it is not to be watched.
@@ -107,8 +104,8 @@ class ForwardOnly:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the hooks, which lead to the strategy, where a module is copied."""
-        return {**self.__dict__, "_handles": []}
+        """Return the state without calls and the hooks, which lead to the strategy, where a module is copied."""
+        return {**self.__dict__, "_handles": [], "_running": []}
 
     def _watches(self, part: torch.nn.Module) -> bool:
         # A parametrization runs when somebody looks at the parameter.
@@ -118,12 +115,13 @@ class ForwardOnly:
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         del module, args
-        self._running += 1
+        latest = RunningCall()
+        self._running = [*(call for call in self._running if not call.is_over(latest)), latest]
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         del module, args, output
-        # A hook before ours may have raised.
-        self._running = max(0, self._running - 1)
+        if self._running:  # a hook before ours may have raised
+            self._running.pop()
 
     def _check(self, module: torch.nn.Module, args: Any) -> None:
         del args

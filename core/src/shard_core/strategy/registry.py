@@ -263,6 +263,11 @@ class Registry:
             "call setup_module() for the module first."
         )
 
+    def leave_abandoned(self) -> None:
+        """Leave the precision's context of forwards that a ``KeyboardInterrupt`` has ended."""
+        for known in self._modules:
+            known.forward.leave_abandoned()
+
     def note_backward(self) -> None:
         """Record of every module whether a backward stands inside ``no_backward_sync`` of it, and that there was one.
 

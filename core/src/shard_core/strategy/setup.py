@@ -199,6 +199,7 @@ class StrategySetup(StrategyLifecycle):
         Args:
             module: What setup returned, or was given.
         """
+        self._registry.leave_abandoned()
         return self._registry.of(module).module
 
     def _set_up(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.nn.Module:

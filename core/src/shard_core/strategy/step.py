@@ -97,6 +97,7 @@ class StrategyStep(StrategySetup):
         Raises:
             InvalidOption: If the loss or a keyword is not one to go backward with.
         """
+        self._registry.leave_abandoned()
         known = self._registry.of(module)
         self._check_keywords(kwargs)
         _check_loss(loss, kwargs.get("gradient"))

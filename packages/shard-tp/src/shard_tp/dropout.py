@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from shard_core.backend import ForwardContexts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,22 +29,14 @@ def draw_apart(module: nn.Module, mesh: DeviceMesh) -> None:
     if isinstance(module, nn.Identity):
         return  # PEFT's dropout of probability 0, which plain PyTorch draws nothing for
     rank = mesh.get_local_rank()
-    entered: list[contextlib.ExitStack] = []
 
-    def enter(module: nn.Module, args: Any) -> None:
-        del args
-        entered.append(contextlib.ExitStack())
-        if not module.training or getattr(module, "p", None) == 0:
-            return
-        seed = int(torch.randint(2**62, ()))
-        devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
-        entered[-1].enter_context(torch.random.fork_rng(devices))
-        torch.manual_seed(seed + rank)
+    def seeded(module: nn.Module) -> contextlib.ExitStack:
+        contexts = contextlib.ExitStack()
+        if module.training and getattr(module, "p", None) != 0:
+            seed = int(torch.randint(2**62, ()))
+            devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+            contexts.enter_context(torch.random.fork_rng(devices))
+            torch.manual_seed(seed + rank)
+        return contexts
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        del module, args, output
-        entered.pop().close()
-
-    module.register_forward_pre_hook(enter)
-    # Recomputation in backward may break off in the middle of a forward.
-    module.register_forward_hook(leave, always_call=True)
+    ForwardContexts(seeded).hook(module)

@@ -94,13 +94,13 @@ class Model(nn.Module):
         plan = {f"parts.{name}": style for name, style in PLAN.items() if name.partition(".")[0] in parts}
         self.config = types.SimpleNamespace(base_model_tp_plan={**plan, "head": "rowwise_split_input"})
 
-    def forward(self, given: Batch, extra: bool = False, fails: bool = False) -> Output:
+    def forward(self, given: Batch, extra: bool = False, fails: bool | type[BaseException] = False) -> Output:
         """Compute a prediction of shape (rows, 3) and, in a tuple or a dict, an auxiliary value a row.
 
         Args:
             given: What a rank is given.
             extra: Whether the block that is not always called is.
-            fails: Whether an exception ends it, before the last part if it has any.
+            fails: Whether an exception ends it, or which one, before the last part if it has any.
         """
         hidden = given.inputs
         for number, part in enumerate(self.parts.values(), 1):
@@ -109,7 +109,7 @@ class Model(nn.Module):
             if extra or not isinstance(part, Extra):
                 hidden = hidden + part(hidden, given.tokens)
         if fails:
-            raise Interruption("before the layer on top")
+            raise (Interruption if fails is True else fails)("before the layer on top")
         prediction = self.head(hidden.mean(1))
         auxiliary = hidden.square().mean((1, 2))
         if self.output == "tuple":

@@ -53,6 +53,11 @@ class Forward:
     key: int
     how: str = "eval"
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the exception that ends it is a ``KeyboardInterrupt``, which torch's hooks do not hear of."""
+        return self.how.startswith("failed") and self.key % 2 == 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClipNorm:

@@ -342,7 +342,9 @@ def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
     called = f"strategy.unwrap({name})" if operation.how in ("unwrap", "method") else name
     fails = operation.how.startswith("failed")
-    given = _batch(program, operation.key, (3,)) + ", fails=True" * fails
+    given = _batch(program, operation.key, (3,))
+    if fails:
+        given += ", fails=KeyboardInterrupt" if operation.stopped else ", fails=True"
     line = f"output = tensors_of({called}{'.score' if operation.how == 'method' else ''}({given}))[0]"
     context = _CONTEXTS.get(operation.how)
     lines = [f"with {context}:", f"    {line}"] if context else [line]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shard_core import SetupError
-from shard_core.backend import COUNTERS, LocalGradient, NoInferenceMode, ReplacementCheck, inside_objects
+from shard_core.backend import COUNTERS, LocalGradient, NoInferenceMode, ReplacementCheck, RunningCall, inside_objects
 from shard_deepspeed import _versions
 from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
@@ -61,6 +61,7 @@ class ZeroModule:
             held.append(PartitionedParameter(name=name, parameter=parameter, part=part))
         self._writes = ManualWrites(self._layout, held)
         self._placed = ReplacementCheck(module)
+        self._call: RunningCall | None = None
         self._stepped = {id(each.part.values) for each in self._trained.values()}
         self._hooks: list[Any] = [
             each.parameter.register_post_accumulate_grad_hook(each.note) for each in self._trained.values()
@@ -68,7 +69,7 @@ class ZeroModule:
         if self._layout.lets_go:
             self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
             self._hooks.append(module.register_forward_hook(self._end_forward, always_call=True))
-            gather_listed(module)
+            gather_listed(module, self._end_abandoned)
             self._hooks += [hook for part in module.modules() for hook in self._writes.watch(part)]
         # Before DeepSpeed's own, which gathers parameters of the module itself over what was written to them.
         self._hooks.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
@@ -208,15 +209,25 @@ class ZeroModule:
     def _begin_forward(self, module: torch.nn.Module, args: object) -> None:
         """Check early which gradients are gone, whose denominators go too, and which values are new, before they go."""
         del module, args
+        latest = RunningCall()
+        self._end_abandoned(latest)  # before anything reads parameters, which DeepSpeed notes in a forward
         self.follow_gradients()
         if self._layout.lets_go:
+            self._call = latest
             self._placed.check()
             self.copy_writes()
             _versions.gather_persistent(self.engine.optimizer)
 
+    def _end_abandoned(self, latest: RunningCall | None = None) -> None:
+        """End a forward that a ``KeyboardInterrupt`` has ended, of which torch's hooks do not hear."""
+        if not torch.compiler.is_compiling() and self._call is not None and self._call.is_over(latest):
+            self._call = None
+            _versions.end_failed_forward(self.engine)
+
     def _end_forward(self, module: torch.nn.Module, args: object, output: Any) -> None:
         """Announce backwards from tensors inside objects, in which DeepSpeed looks for none; end what has failed."""
         del args
+        self._call = None
         if output is None and sys.exc_info()[0] is not None:  # as torch calls hooks that it always calls
             _versions.end_failed_forward(self.engine)
         for tensor in inside_objects(output):
@@ -232,6 +243,7 @@ class ZeroModule:
 
     def copy_writes(self) -> None:
         """Copy what was written into the module's parameters into the parts."""
+        self._end_abandoned()
         self._writes.take()
 
     def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:

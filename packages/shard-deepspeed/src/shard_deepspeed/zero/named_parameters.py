@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from shard_deepspeed import _versions
 
 
-def gather_listed(root: nn.Module) -> None:
+def gather_listed(root: nn.Module, before: Callable[[], None]) -> None:
     """Gather what ``parameters()`` and ``named_parameters()`` list inside a forward.
 
     DeepSpeed gathers a parameter that a forward reads by its name, and what lists parameters never asks by name: they
@@ -21,6 +21,7 @@ def gather_listed(root: nn.Module) -> None:
 
     Args:
         root: A module that stage 3 has sharded.
+        before: What is called before parameters are listed: it ends a forward that nobody was told has ended.
     """
 
     @functools.wraps(nn.Module.named_parameters)
@@ -28,11 +29,13 @@ def gather_listed(root: nn.Module) -> None:
         part: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         listed = type(part).named_parameters(part, prefix, recurse, remove_duplicate)
+        before()
         # Without the parts inside it is DeepSpeed that asks, to gather or to let go.
         return _gathering(root, listed) if recurse else listed
 
     @functools.wraps(nn.Module.parameters)
     def parameters(part: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+        before()
         listed = type(part).named_parameters(part, recurse=recurse)
         return (parameter for _, parameter in _gathering(root, listed))
 

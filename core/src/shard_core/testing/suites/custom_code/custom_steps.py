@@ -63,15 +63,18 @@ class CustomSteps(Suite):
         """
         self._assert_trained(ranks, "interrupted")
 
+    @pytest.mark.parametrize("how", ["failed", "stopped"])
     @promise(after=("averages_gradients",), every_size=False)
-    def test_failed_forwards_leave_nothing(self, ranks: Ranks) -> None:
+    def test_failed_forwards_leave_nothing(self, ranks: Ranks, how: str) -> None:
         """An exception may end a forward midway, between a backward and its step, too; what comes after trains on.
+
+        So may a ``KeyboardInterrupt``, after which a notebook's next cell goes on.
 
         Usual cause:
             What was gathered for that forward is still there for the next one, which computes with the weights of
             before the step.
         """
-        self._assert_trained(ranks, "failed")
+        self._assert_trained(ranks, how)
 
     @promise(after=("averages_gradients",), every_size=False)
     def test_parameters_of_no_module_train_alike(self, ranks: Ranks) -> None:
@@ -155,6 +158,7 @@ class _Model(nn.Module):
         self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         self.table = nn.Embedding(4, 8, max_norm=0.5 if what == "renormalised" else None)
         self.what, self.interrupts, self.fails = what, False, False
+        self.exception: type[BaseException] = KeyboardInterrupt if what == "stopped" else _Interruption
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self._write()
@@ -163,7 +167,7 @@ class _Model(nn.Module):
         if self.interrupts:
             hidden.register_hook(_interrupt)
         if self.fails:
-            raise _Interruption("after the first layer")
+            raise self.exception("after the first layer")
         return torch.as_tensor(self.last(torch.tanh(self.middle(hidden))))
 
     @torch.no_grad()
@@ -203,8 +207,8 @@ class _Loop:
         """Compute losses in vain, with gradients and without."""
         self.own.fails = True
         for gradients in (True, False):
-            with contextlib.suppress(_Interruption), torch.set_grad_enabled(gradients):
-                self.loss("failed", inputs, targets)
+            with contextlib.suppress(self.own.exception), torch.set_grad_enabled(gradients):
+                self.loss(self.own.what, inputs, targets)
         self.own.fails = False
 
     def prepare(self, what: str, number: int) -> None:
@@ -281,7 +285,7 @@ def train_unusually(subject: Subject, what: str) -> Weights | str:
                     strategy.backward(loss, model)
                 elif refusal := _assign_gradients(loss, loop.own):
                     return refusal
-                if what == "failed":
+                if what in ("failed", "stopped"):
                     loop.fail(*models.share_of(strategy, batch))
                 strategy.optimizer_step(optimizer)
                 optimizer.zero_grad()

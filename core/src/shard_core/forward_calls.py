@@ -1,0 +1,168 @@
+"""Calls of a module's forward and the contexts they run in, such as none of torch's inference mode.
+
+A ``KeyboardInterrupt`` may end a forward, too: torch's hooks hear of no such end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+Context = contextlib.AbstractContextManager[Any]
+
+
+class RunningCall:
+    """Tells whether a call of a module still runs.
+
+    Torch calls a hook that it always calls after each ``Exception``, but not after a ``KeyboardInterrupt``, with which
+    a notebook's user stops a forward before the next cell goes on. Who keeps something from the begin of a call to its
+    end asks, at the begin of the next one, whether the last is over. It is to be made by the hook itself that torch
+    calls before a forward: it remembers who has called that, which is who calls the forward.
+    """
+
+    def __init__(self) -> None:
+        self._frame = 0
+        if torch.compiler.is_compiling():
+            return
+        self._thread = threading.get_ident()
+        frame = inspect.currentframe()
+        for _ in ("this constructor", "the hook that calls it"):
+            frame = frame and frame.f_back
+        if frame is not None:
+            # Not the frame itself: it holds activations, whose graph may hold who asks.
+            self._frame, self._code = id(frame), frame.f_code
+
+    def is_over(self, latest: RunningCall | None = None) -> bool:
+        """Return whether the call has ended.
+
+        Args:
+            latest: A call that begins just now, if one does.
+
+        Returns:
+            That; False in another thread, which cannot tell, and for one that was compiled.
+        """
+        if not self._frame or self._thread != threading.get_ident():
+            return False
+        if latest is not None and latest._frame == self._frame:  # has taken the memory of this one's
+            return True
+        frame = inspect.currentframe()
+        while frame is not None:
+            if id(frame) == self._frame and frame.f_code is self._code:
+                return False
+            frame = frame.f_back
+        return True
+
+
+class ForwardContexts:
+    """Enters a context before each forward of a module and leaves it afterwards, whatever ends the forward.
+
+    After a ``KeyboardInterrupt`` it is left when the next forward begins, or somebody asks for it.
+
+    Args:
+        make: Makes a context for a call of a module.
+        leave_late: Leaves one after such an end, when contexts around it have ended.
+    """
+
+    def __init__(
+        self, make: Callable[[nn.Module], Context], leave_late: Callable[[Context], object] | None = None
+    ) -> None:
+        self._make = make
+        self._leave_late = leave_late or _leave
+        self._entered: list[tuple[RunningCall, Context]] = []
+
+    def hook(self, module: nn.Module) -> list[RemovableHandle]:
+        """Register the hooks on a module, before those it has.
+
+        Args:
+            module: Whose forwards run inside.
+
+        Returns:
+            The handles that remove them.
+        """
+        return [
+            module.register_forward_pre_hook(self.begin, prepend=True),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def enter(self, module: nn.Module, call: RunningCall) -> None:
+        """Enter the context for a call that begins.
+
+        Args:
+            module: What is called.
+            call: The call that begins.
+        """
+        self.leave_abandoned(call)
+        context = self._make(module)
+        context.__enter__()
+        self._entered.append((call, context))
+
+    def leave(self) -> None:
+        """Leave the context that was entered last; without one, as where a hook before has raised, do nothing."""
+        if self._entered:
+            _leave(self._entered.pop()[1])
+
+    def leave_abandoned(self, latest: RunningCall | None = None) -> None:
+        """Leave the contexts of calls of whose end nobody was told.
+
+        Args:
+            latest: A call that begins just now, if one does.
+        """
+        while self._entered and self._entered[-1][0].is_over(latest):
+            self._leave_late(self._entered.pop()[1])
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Enter the context, as a hook before a forward."""
+        del args
+        self.enter(module, RunningCall())
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self.leave()
+
+
+def _leave(context: Context) -> None:
+    context.__exit__(None, None, None)
+
+
+def without_inference_mode() -> contextlib.ExitStack:
+    """Leave inference mode, if torch is in it, for a mode without gradients; closing the result goes back."""
+    contexts = contextlib.ExitStack()
+    if torch.is_inference_mode_enabled():
+        # Leaving inference mode turns gradients on.
+        contexts.enter_context(torch.inference_mode(False))
+        contexts.enter_context(torch.no_grad())
+    return contexts
+
+
+def leave_alone(contexts: Context) -> None:
+    """Close what ``without_inference_mode`` returned, later than what was around it, and keep today's mode."""
+    with torch.inference_mode(torch.is_inference_mode_enabled()):
+        contexts.__exit__(None, None, None)
+
+
+class NoInferenceMode:
+    """Runs a module's forward without gradients, but not in inference mode, where the caller is in it.
+
+    The memory that whole parameters are gathered into outlives the forward that first needed it; made in
+    inference mode, no later forward could train with it.
+
+    Args:
+        module: What users call.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._handles = ForwardContexts(lambda _: without_inference_mode(), leave_alone).hook(module)
+
+    def remove(self) -> None:
+        """Remove the hooks: the module has its plain forward again."""
+        for handle in self._handles:
+            handle.remove()
