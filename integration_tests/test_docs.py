@@ -35,7 +35,8 @@ WALKED = "docs/tutorials/write-a-backend.md"
 #: Pages whose scripts start so many ranks that they wait for the long run.
 TAKE_LONG = (
     *("docs/how-to/load-weights.md", "docs/how-to/save-and-resume.md", "docs/how-to/wrap-a-model.md"),
-    "docs/tutorials/first-run.md",
+    *("docs/tutorials/first-run.md", "docs/how-to/average-weights.md", "docs/how-to/evaluate.md"),
+    *("core/README.md", "packages/shard-fsdp/README.md", "packages/shard-tp/README.md"),
 )
 FACES = ("shard_core", "shard_core.plugins", "shard_core.backend", "shard_core.checkpoint", "shard_core.testing")
 

@@ -33,6 +33,7 @@ CHEAP = {
     "checkpoint": ["fsdp"],
     "several": ["scaling"],
 }
+TAKE_LONG = ("step", "memory", "faults")
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def sleeping(_: Machine) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.long] * (each in TAKE_LONG)) for each in CHEAP])
 def test_sections_run_tiny(name: str, ledger: Ledger) -> None:
     if name == "step":
         pytest.importorskip("transformers")

@@ -59,6 +59,7 @@ def test_the_example_is_short_and_imports_faces_alone():
         assert {module for module, _ in imports_of(file) if module.split(".")[0] == "shard_core"} <= set(allowed)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_the_example_keeps_what_its_layout_puts_at_risk(installed):
     output = judge(installed, "-k", f"2ranks and ({' or '.join(CHOSEN)})", seconds=270)

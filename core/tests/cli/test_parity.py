@@ -355,6 +355,7 @@ def test_a_traceback_begins_in_the_users_script(script):
     assert "Error: nothing could be compared: ZeroDivisionError: division by zero" in result.stderr
 
 
+@pytest.mark.long
 def test_what_is_found_wrong_on_a_rank_gets_a_sentence_too(script):
     asked = ("--loss", f"{script}:square", "--option", "process_group_backend=glo")
     result = parity(script, "linear", "--batch", f"{script}:batch", *asked, strategy="ddp", devices=2)
@@ -363,6 +364,7 @@ def test_what_is_found_wrong_on_a_rank_gets_a_sentence_too(script):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.long
 def test_a_batch_that_does_not_divide_gets_a_sentence(script):
     result = parity(script, "five", "--loss", f"{script}:square", strategy="ddp", devices=2)
     assert result.exit_code == 2

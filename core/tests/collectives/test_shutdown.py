@@ -36,7 +36,7 @@ while time.monotonic() < end:
 """
 
 
-@pytest.mark.parametrize("cure", ["close_process_group()", "settle_at_exit()"])
+@pytest.mark.parametrize("cure", ["close_process_group()", pytest.param("settle_at_exit()", marks=pytest.mark.long)])
 def test_late_workers_do_not_kill_the_rank(cure):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

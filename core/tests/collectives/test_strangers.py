@@ -38,8 +38,9 @@ class Touches:
         return os.system, (f"touch {self.file}",)
 
 
+@pytest.mark.long
 def test_a_pickle_in_the_store_of_a_launched_run_is_refused_unread(tmp_path: Path) -> None:
-    strategy = get_strategy("ddp", accelerator="cpu", devices=2, guard_timeout=timedelta(seconds=6))
+    strategy = get_strategy("ddp", accelerator="cpu", devices=2, guard_timeout=timedelta(seconds=20))
     strategy.launch(save_beside_a_stranger, tmp_path)
     assert not (tmp_path / "ran").exists()
     said = (tmp_path / "rank-1").read_text()

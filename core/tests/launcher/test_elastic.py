@@ -163,6 +163,7 @@ ElasticLauncher(num_processes=2).launch(train)
     assert how == "-c" or "<stdin>" in sentence
 
 
+@pytest.mark.long
 def test_a_function_from_a_module_launched_by_minus_c(tmp_path):
     source = """
 import rank_functions
@@ -211,6 +212,7 @@ def test_no_rank_outlives_its_launcher(number, status, tmp_path):
     assert "SignalException" not in errors
 
 
+@pytest.mark.long
 def test_ranks_that_part_are_spoken_of(caplog, monkeypatch):
     monkeypatch.setattr(watch, "_STRAGGLER_SECONDS", 1.0)
     assert ElasticLauncher(num_processes=2).launch(part) == 0

@@ -242,7 +242,7 @@ def tell_all(strategy_name: str, make: Any) -> dict[str, Any]:
     ("strategy", "make"),
     [
         pytest.param(FSDP, adamw, id="xla_fsdp-adamw", marks=pytest.mark.long),
-        pytest.param(FSDP, sgd, id="xla_fsdp-sgd"),
+        pytest.param(FSDP, sgd, id="xla_fsdp-sgd", marks=pytest.mark.long),
         pytest.param(SPMD, adamw, id="xla_spmd-adamw", marks=pytest.mark.long),
     ],
 )

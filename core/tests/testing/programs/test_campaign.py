@@ -42,6 +42,7 @@ def test_kept_programs_come_first_and_all_are_counted(worlds):
     assert 0 < report.cells.share < report.pairs.share < 1
 
 
+@pytest.mark.long
 def test_one_rank(worlds):
     report = campaign("single", count=3, world_size=1, worlds=worlds)
     assert (report.verdicts["defect"], report.count - report.kept, report.others) == (0, 3, ())

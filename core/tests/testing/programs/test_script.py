@@ -42,6 +42,7 @@ def test_each_number_of_ranks_has_a_function_of_its_own():
         assert entries == ["build", *(each.entry for each in segments(program))]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_script_runs_on_the_numbers_of_ranks_that_it_says(tmp_path):
     drawn = (draw(seed, "ddp", sizes=(1, 2)) for seed in range(100))

@@ -25,14 +25,11 @@ ROGUES = (
     # what forwards return
     *("scales_evaluation", "keeps_own_buffers", "seeds_alike", "masks_alike"),
 )
-#: Found within a few seconds, by the weights.
-_ALWAYS = ("levels_decay",)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each in _ALWAYS else pytest.mark.long) for each in ROGUES]
-)
+@pytest.mark.parametrize("name", ROGUES)
 def test_a_silent_mistake_is_found_by_its_numbers(name, site, monkeypatch, worlds):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     entries = {"shard.strategies": dict.fromkeys(ROGUES, "silent.plugin")}
