@@ -236,11 +236,6 @@ class ZeroModule:
     def follow_gradients(self) -> None:
         """Drop gradients that the module's parameters show no more, also those that DeepSpeed was about to send."""
         left = any(each.left for each in self._trained.values())
-        # All before the first is changed: parts of one memory count their changes together.
-        assigned = [(each, each.assigned()) for each in self._trained.values()]
-        for each, gradient in assigned:
-            if gradient is not None:
-                each.take_assigned(gradient)
         for each in self._trained.values():
             each.follow_gradient()
         if left and not any(each.left for each in self._trained.values()):

@@ -138,21 +138,6 @@ class TrainedParameter:
         if deferred is not None and self.waits and deferred.waiting is None:
             self.part.values.grad = None
 
-    def assigned(self) -> torch.Tensor | None:
-        """Return what was computed from the part's gradient and assigned to the module's parameter as its own."""
-        gradient = self.parameter.grad
-        return gradient.assigned_to(self.part.values) if isinstance(gradient, GradientProxy) else None
-
-    def take_assigned(self, gradient: torch.Tensor) -> None:
-        """Change the part's gradient to what was assigned; it is a part of what DeepSpeed adds the next ones up in.
-
-        Args:
-            gradient: What ``assigned`` returned.
-        """
-        assert self.part.values.grad is not None
-        self.part.values.grad.copy_(gradient)
-        self.parameter.grad = self._proxy
-
     def follow_gradient(self) -> None:
         """Drop the gradient if it is gone from the module's parameter, and show none that is gone from the part.
 
