@@ -1,4 +1,5 @@
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -88,6 +89,51 @@ def test_autocast_ends_with_the_forward_after_a_stopped_one():
         strategy.backward(model(torch.ones(2)).sum(), model)
         strategy.optimizer_step(optimizer)
         assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_of_two_modules_and_of_users_ends():
+    with get_strategy("single", precision="bf16-mixed") as strategy:
+        inner = strategy.setup_module(Nested())
+        outer = strategy.setup_module(nn.Sequential(nn.Linear(2, 2)))
+        outer[0].register_forward_hook(lambda module, args, output: inner(output))
+        strategy.unwrap(inner).stops = True
+        with contextlib.suppress(KeyboardInterrupt):
+            outer(torch.ones(2))
+        strategy.unwrap(inner).stops = False
+        strategy.unwrap(outer)
+        assert not torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu"):
+            stopped(strategy.unwrap(inner), torch.ones(2))
+        strategy.unwrap(outer)
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_call_that_was_stopped_in_a_thread_is_over():
+    model, calls = Nested(), []
+    model.register_forward_pre_hook(lambda module, args: calls.append(RunningCall()))
+    thread = threading.Thread(target=stopped, args=(model, torch.ones(2)))
+    thread.start()
+    thread.join()
+    assert calls[0].is_over()
+
+
+def test_a_call_that_runs_in_another_thread_is_not_over():
+    model, calls, asked, answered = Nested(), [], threading.Event(), threading.Event()
+
+    def begin(module, args):
+        calls.append(RunningCall())
+        asked.set()
+        assert answered.wait(60)
+
+    model.register_forward_pre_hook(begin)
+    thread = threading.Thread(target=model, args=(torch.ones(2),))
+    thread.start()
+    assert asked.wait(60)
+    over = calls[0].is_over()
+    answered.set()
+    thread.join()
+    assert not over
+    assert calls[0].is_over()
 
 
 def test_a_forward_stopped_in_inference_mode_leaves_no_mode_behind():

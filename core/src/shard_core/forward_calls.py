@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -45,16 +46,16 @@ class RunningCall:
         """Return whether the call has ended.
 
         Args:
-            latest: A call that begins just now, if one does.
+            latest: A call that begins just now in the same thread, if one does.
 
         Returns:
-            That; False in another thread, which cannot tell, and for one that was compiled.
+            That; False for a call that was compiled, of which nobody can tell.
         """
-        if not self._frame or self._thread != threading.get_ident():
+        if not self._frame:
             return False
         if latest is not None and latest._frame == self._frame:  # has taken the memory of this one's
             return True
-        frame = inspect.currentframe()
+        frame = sys._current_frames().get(self._thread)
         while frame is not None:
             if id(frame) == self._frame and frame.f_code is self._code:
                 return False
@@ -69,15 +70,18 @@ class ForwardContexts:
 
     Args:
         make: Makes a context for a call of a module.
-        leave_late: Leaves one after such an end, when contexts around it have ended.
+        leave_late: Leaves one after such an end, when contexts around it may have ended before.
     """
 
-    def __init__(
-        self, make: Callable[[nn.Module], Context], leave_late: Callable[[Context], object] | None = None
-    ) -> None:
+    def __init__(self, make: Callable[[nn.Module], Context], leave_late: Callable[[Any], object] | None = None) -> None:
         self._make = make
         self._leave_late = leave_late or _leave
-        self._entered: list[tuple[RunningCall, Context]] = []
+        self._own: list[tuple[RunningCall, Context]] = []
+
+    @property
+    def _entered(self) -> list[tuple[RunningCall, Context]]:
+        """The contexts that were entered and not left yet."""
+        return self._own
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
         """Register the hooks on a module, before those it has.

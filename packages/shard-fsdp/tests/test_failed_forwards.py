@@ -75,11 +75,16 @@ def plain(grad: bool, kept: bool) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def trained(name: str, options: dict[str, Any], grad: bool, kept: bool) -> dict[str, torch.Tensor]:
+def trained(
+    name: str, options: dict[str, Any], grad: bool, kept: bool, compiled: bool = False
+) -> dict[str, torch.Tensor]:
     with get_strategy(name, **options) as strategy:
         model, optimizer = set_up(
             strategy, Failing, lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         )
+
+        if compiled:
+            model.compile(backend="aot_eager")
 
         def step() -> None:
             strategy.optimizer_step(optimizer)
@@ -106,6 +111,12 @@ def test_steps_after_a_failed_forward_count(
     expected = plain(grad, kept)
     for weights in worlds(2).run(trained, name, options, grad, kept):
         oracle.assert_same_weights(weights, expected, 1e-5)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_steps_after_a_failed_forward_of_what_was_compiled_count(worlds: Any, grad: bool) -> None:
+    for weights in worlds(2).run(trained, "fsdp", {}, grad, False, True):
+        oracle.assert_same_weights(weights, plain(grad, False), 1e-5)
 
 
 def written(name: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:

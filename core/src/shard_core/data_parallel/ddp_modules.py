@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shard_core.data.transfer import move
 from shard_core.data_parallel.accumulation_nodes import AccumulationNodes
 from shard_core.data_parallel.buffers import send_before_forward, send_buffers, sends_no_buffers
+from shard_core.data_parallel.unsynced import Unsynced
 from shard_core.errors import SetupError
 from shard_core.forward_calls import ForwardContexts
 from shard_core.gradients import graph_nodes, is_differentiable, on_gradient, sparse_parameters
@@ -185,7 +186,7 @@ class _Replica:
         # The parameters that the first backward has reached, where all others must reach the same.
         self._graph: frozenset[torch.Tensor] | None = None
         self._wrapper = weakref.ref(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
-        self.unsynced = ForwardContexts(lambda wrapper: _syncing(wrapper, False))
+        self.unsynced = ForwardContexts(Unsynced, Unsynced.leave_late)
         self._nodes = AccumulationNodes(self.trained.values())
         self._hooks = [on_gradient(each, self.reached.add) for each in self.parameters]
         if isinstance(wrapped, DistributedDataParallel):
@@ -246,11 +247,12 @@ class _Replica:
             parameter.grad = torch.zeros_like(parameter)
         # It gets ready at the end of a forward, and looks for unused parameters in the graph of what that returns.
         module, wrapper.module = wrapper.module, self._identity
+        synced, wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, True
         try:
-            with _syncing(wrapper, True):
-                return cast("torch.Tensor", DistributedDataParallel.forward(wrapper, loss))
+            return cast("torch.Tensor", DistributedDataParallel.forward(wrapper, loss))
         finally:
             wrapper.module = module
+            wrapper.require_backward_grad_sync = synced
 
     def finish(self) -> None:
         """Average what the wrapper has not.
@@ -333,16 +335,6 @@ class _Replica:
         for tensor in _tensors(output) if module.require_backward_grad_sync or self._static else ():
             if tensor.grad_fn is not None:
                 _metadata(tensor.grad_fn)[self.mark] = True
-
-
-@contextlib.contextmanager
-def _syncing(wrapper: Any, syncs: bool) -> Iterator[None]:
-    """Have a wrapper average the gradients of backwards, or not."""
-    before, wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, syncs
-    try:
-        yield
-    finally:
-        wrapper.require_backward_grad_sync = before
 
 
 def _passed(loss: torch.Tensor, replicas: Sequence[_Replica], named: _Replica | None) -> list[_Replica]:

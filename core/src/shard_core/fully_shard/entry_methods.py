@@ -91,7 +91,7 @@ class EntryMethods:
             self._unit_of.update({part: unit.modules for each in unit.modules for part in each.modules()})
         self._inside: _OutermostCall | None = None
         self._contexts = contextlib.ExitStack()
-        self._started = False
+        self._started = self._compiled_runs = False
         self._stale = False
         self._assigned = AssignedData(module)
         self._placed = ReplacementCheck(module)
@@ -128,6 +128,7 @@ class EntryMethods:
     def _announce_unwatched(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Announce a backward through what was compiled, inside of which no call is watched from its begin."""
         del module, args
+        self._compiled_runs = False
         if self._inside is None and not in_backward():
             self._announce_backward(Shown.of(output))
 
@@ -152,11 +153,23 @@ class EntryMethods:
             self._end(self._inside)
             self._end_failed()
 
+    def end_unfinished(self) -> None:
+        """End a call that an exception has ended, and nobody was told: nor is of one of a compiled module."""
+        self.end_abandoned()
+        if self._compiled_runs:
+            self._compiled_runs = False
+            self._end_failed()
+
+    def _begin_compiled(self) -> None:
+        self.end_unfinished()
+        self._compiled_runs = True
+        self._free_stale()
+
     def _enter(self, part: torch.nn.Module, args: Any) -> None:
         del args
         if torch.compiler.is_compiling():
             if part is self._module:  # torch's own hook ends the graph here, too
-                torch.compiler.disable(self._free_stale)()
+                torch.compiler.disable(self._begin_compiled)()
             return
         if self._inside is not None and part in (self._module, self._inside.part):
             self.end_abandoned(RunningCall())

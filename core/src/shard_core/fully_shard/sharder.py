@@ -240,7 +240,7 @@ class FullySharder:
     def _begin_backward(self) -> None:
         self._begin_anew()
         for sharded, writes in self._writes.items():
-            self._calls[sharded].end_abandoned()
+            self._calls[sharded].end_unfinished()
             writes.take()
         self._drop_discarded()
         for sharded in self._gradients:
@@ -347,7 +347,7 @@ class FullySharder:
         """Free unsharded parameters of all modules, whose shards are about to be read or changed."""
         self._end_second_derivatives()
         for module in self._replicas:
-            self._calls[module].end_abandoned()
+            self._calls[module].end_unfinished()
             reshard(module)
 
     def _end_second_derivatives(self) -> None:

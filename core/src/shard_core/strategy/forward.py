@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +38,8 @@ class ForwardPrecision:
 
     def __init__(self, module: torch.nn.Module, precision: Precision, device_type: str) -> None:
         self._precision = precision
-        self._contexts = ForwardContexts(lambda _: precision.forward_context(device_type))
+        make = functools.partial(_PrecisionContext, precision, device_type)
+        self._contexts = _PrecisionContexts(lambda _: make(), _PrecisionContext.leave_late)
         self._handles: list[RemovableHandle] = []
         if not precision.plain_forward:
             self._handles = [
@@ -62,6 +66,55 @@ class ForwardPrecision:
         self.leave_abandoned()
         for handle in self._handles:
             handle.remove()
+
+
+class _PrecisionContext:
+    """A precision's context, around whose end others may have been left and entered.
+
+    Args:
+        precision: Whose.
+        device_type: Where the module runs.
+    """
+
+    def __init__(self, precision: Precision, device_type: str) -> None:
+        self._context, self._device_type = precision.forward_context(device_type), device_type
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+        self._made = self._autocast()
+
+    def __exit__(self, *exception: object) -> None:
+        self._context.__exit__(None, None, None)
+
+    def leave_late(self) -> None:
+        """Leave it; autocast stays as it is where that is not what this has made it, since then others have since."""
+        enabled, dtype = self._autocast()
+        if (enabled, dtype) == self._made:
+            self.__exit__()
+        else:
+            with torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
+                self.__exit__()
+
+    def _autocast(self) -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled(self._device_type), torch.get_autocast_dtype(self._device_type)
+
+
+class _Entered(threading.local):
+    """What was entered in this thread, where alone autocast is on, and not left yet."""
+
+    def __init__(self) -> None:
+        self.contexts: list[tuple[RunningCall, contextlib.AbstractContextManager[Any]]] = []
+
+
+_ENTERED = _Entered()
+
+
+class _PrecisionContexts(ForwardContexts):
+    """The contexts of all modules' forwards: the innermost is left first, whichever module's it is."""
+
+    @property
+    def _entered(self) -> list[tuple[RunningCall, contextlib.AbstractContextManager[Any]]]:
+        return _ENTERED.contexts
 
 
 def _untraced(function: Callable[_Given, None]) -> Callable[_Given, None]:

@@ -30,13 +30,39 @@ def draw_apart(module: nn.Module, mesh: DeviceMesh) -> None:
         return  # PEFT's dropout of probability 0, which plain PyTorch draws nothing for
     rank = mesh.get_local_rank()
 
-    def seeded(module: nn.Module) -> contextlib.ExitStack:
-        contexts = contextlib.ExitStack()
-        if module.training and getattr(module, "p", None) != 0:
-            seed = int(torch.randint(2**62, ()))
-            devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
-            contexts.enter_context(torch.random.fork_rng(devices))
-            torch.manual_seed(seed + rank)
-        return contexts
+    def seeded(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+        if not module.training or getattr(module, "p", None) == 0:
+            return _Seeded(None, mesh.device_type)
+        return _Seeded(int(torch.randint(2**62, ())) + rank, mesh.device_type)
 
-    ForwardContexts(seeded).hook(module)
+    ForwardContexts(seeded, _Seeded.leave_late).hook(module)
+
+
+class _Seeded(contextlib.AbstractContextManager[None]):
+    """Draws random numbers from a seed, and goes on with the generators of before.
+
+    Args:
+        seed: This rank's; None to draw from the generators themselves.
+        device_type: Where modules run.
+    """
+
+    def __init__(self, seed: int | None, device_type: str) -> None:
+        self._seed = seed
+        self._on_gpu = device_type == "cuda"
+        self._states: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        if self._seed is not None:
+            self._states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._on_gpu else [])]
+            torch.manual_seed(self._seed)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._seed is not None:
+            torch.set_rng_state(self._states[0])
+            for state in self._states[1:]:
+                torch.cuda.set_rng_state(state)
+
+    def leave_late(self) -> None:
+        """Leave it, unless somebody has seeded the generators anew since."""
+        if self._seed is not None and torch.initial_seed() == self._seed:
+            self.__exit__()
