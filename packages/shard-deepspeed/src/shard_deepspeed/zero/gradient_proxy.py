@@ -30,12 +30,13 @@ class GradientProxy(torch.Tensor):
     """
 
     _part: torch.Tensor
+    _over: bool
 
     @staticmethod
     def __new__(cls: type[GradientProxy], parameter: torch.Tensor, part: torch.Tensor) -> GradientProxy:
         """Allocate one element's memory, whatever the shape."""
         made = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
-        made._part = part
+        made._part, made._over = part, False
         return made
 
     @classmethod
@@ -55,16 +56,26 @@ class GradientProxy(torch.Tensor):
             for each in shown:
                 each.zero_()
             return None
-        alike = func in _ELEMENTWISE and isinstance(shown, cls)
+        alike = func in _ELEMENTWISE and isinstance(shown, cls) and not shown._over
         if kwargs or not alike or any(isinstance(number, torch.Tensor) and number.dim() for number in numbers):
-            raise SetupError(
-                "a gradient was read or changed in .grad of a module's parameter, and it stands in .grad of this "
-                "rank's part, in optimizer.param_groups; clip with strategy.clip_gradients_norm, change the parts' "
-                "gradients, and call strategy.backward(loss, model) instead of loss.backward()."
-            )
+            raise _refusal()
         if shown._part.grad is not None:
             func(shown._part.grad, *numbers)
         return shown
+
+    def end(self) -> None:
+        """Refuse from now on what is done to it, where somebody keeps it: its gradient was thrown away."""
+        self._over = True
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Return the proxy; other data cannot be put in its place."""
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        del value
+        raise _refusal()
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]  # torch's is an attribute
@@ -75,3 +86,11 @@ class GradientProxy(torch.Tensor):
         """Describe the proxy, where printing values would be refused."""
         del tensor_contents
         return f"<gradient of shape {tuple(self.shape)}; its values stand in the parts of optimizer.param_groups>"
+
+
+def _refusal() -> SetupError:
+    return SetupError(
+        "a gradient was read or changed in .grad of a module's parameter, and it stands in .grad of this rank's part, "
+        "in optimizer.param_groups; clip with strategy.clip_gradients_norm, change the parts' gradients, and call "
+        "strategy.backward(loss, model) instead of loss.backward()."
+    )

@@ -130,7 +130,14 @@ class TrainedParameter:
     def drop(self) -> None:
         """Throw away all of the gradient."""
         self.part.values.grad = self.parameter.grad = self._deferred = None
+        self._end_proxy()
         self.reached = self.waits = self.shown = False
+
+    def _end_proxy(self) -> None:
+        """Take another proxy for the next gradient: in plain PyTorch that is another tensor."""
+        if self._proxy is not None:
+            self._proxy.end()
+            self._proxy = None
 
     def hide_deferred(self) -> None:
         """Remove the zeros, to leave room for what a backward averages."""
@@ -148,10 +155,12 @@ class TrainedParameter:
         if gradient is None:
             if self.shown:
                 values.grad = None
+                self._end_proxy()
                 self.reached = self.waits = self.shown = False
         elif gradient is self._proxy:
             if values.grad is None:
                 self.hide_gradient()
+                self._end_proxy()
         elif not self.waits and values is not self.parameter:
             raise SetupError(
                 f"a gradient was put into .grad of {self.name!r}, and the step reads that of this rank's part of it; "
