@@ -14,13 +14,19 @@ FOUND = (
     *("summed", "rescaled", "ignores_gradient", "loses_deferred", "ignores_denominator", "local_denominator"),
     *("fills_missing_gradients", "local_norm", "never_clips", "always_two_norm", "ignores_clip_value", "shows_sums"),
     *("loses_hooks", "keeps_weights", "assigns_outside", "returns_to_the_forward", "cuts_off_objects"),
-    *("keeps_half_of_a_backward", "forgets_writes", "holds_on"),
+    *("keeps_half_of_a_backward", "forgets_writes", "holds_on", "keeps_what_a_failed_forward_gathered"),
     # what setup leaves alone, and ranks have copies of
     *("forgets_state", "levels_groups", "breaks_ties", "thaws", "forgets_buffers", "resets_learning_rate"),
-    *("sends_nothing", "shows_its_own_buffers", "one_optimizer_steps", "averages_forwards_alone"),
+    *(
+        "divides_sparse_twice",
+        "sends_nothing",
+        "shows_its_own_buffers",
+        "one_optimizer_steps",
+        "averages_forwards_alone",
+    ),
     # which dtype where, and what is random
     *("mixes_instead", "computes_in_full", "steps_on_overflow", "steps_silently", "seeds_anew", "masks_alike"),
-    *("reseeds_alike", "never_trains", "runs_anew"),
+    *("reseeds_alike", "never_trains", "runs_anew", "scaled_norm"),
     # who sees what, and how ranks talk
     *("counts_fillers", "uneven_data", "rank_dependent", "reduces_nothing", "returns_local_values"),
     *("gathers_backwards", "drops_sync_grads"),
