@@ -108,6 +108,32 @@ def test_autocast_of_two_modules_and_of_users_ends():
         assert not torch.is_autocast_enabled("cpu")
 
 
+def test_a_stop_that_the_forward_around_it_catches_leaves_no_autocast_on():
+    with get_strategy("single", precision="bf16-mixed") as strategy:
+        inner = strategy.setup_module(Nested())
+        outer = strategy.setup_module(nn.Sequential(nn.Linear(2, 2)))
+        outer[0].register_forward_hook(lambda module, args, output: stopped(inner, output))
+        outer(torch.ones(2))
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_call_that_never_began_ends_no_other():
+    with get_strategy("single", precision="bf16-mixed") as strategy:
+        inner = strategy.setup_module(Nested())
+        outer = strategy.setup_module(nn.Sequential(nn.Linear(2, 2)))
+        inner.register_forward_pre_hook(lambda module, args: 1 / 0, prepend=True)
+        seen = []
+
+        def call_in_vain(module, args, output):
+            with contextlib.suppress(ZeroDivisionError):
+                inner(output)
+            seen.append(torch.is_autocast_enabled("cpu"))
+
+        outer[0].register_forward_hook(call_in_vain)
+        outer(torch.ones(2))
+        assert seen == [True]
+
+
 def test_a_call_that_was_stopped_in_a_thread_is_over():
     model, calls = Nested(), []
     model.register_forward_pre_hook(lambda module, args: calls.append(RunningCall()))

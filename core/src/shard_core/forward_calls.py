@@ -76,11 +76,11 @@ class ForwardContexts:
     def __init__(self, make: Callable[[nn.Module], Context], leave_late: Callable[[Any], object] | None = None) -> None:
         self._make = make
         self._leave_late = leave_late or _leave
-        self._own: list[tuple[RunningCall, Context]] = []
+        self._own: list[Entered] = []
 
     @property
-    def _entered(self) -> list[tuple[RunningCall, Context]]:
-        """The contexts that were entered and not left yet."""
+    def _entered(self) -> list[Entered]:
+        """The contexts that were entered and not left yet, which may be those of others, too."""
         return self._own
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
@@ -107,12 +107,19 @@ class ForwardContexts:
         self.leave_abandoned(call)
         context = self._make(module)
         context.__enter__()
-        self._entered.append((call, context))
+        self._entered.append((self, call, context))
 
     def leave(self) -> None:
-        """Leave the context that was entered last; without one, as where a hook before has raised, do nothing."""
-        if self._entered:
-            _leave(self._entered.pop()[1])
+        """Leave the context that this has entered last, and those inside it that were abandoned.
+
+        Without one, as where a hook before has raised, do nothing.
+        """
+        while any(owner is self for owner, *_ in self._entered):
+            owner, _, context = self._entered.pop()
+            if owner is self:
+                _leave(context)
+                return
+            self._leave_late(context)
 
     def leave_abandoned(self, latest: RunningCall | None = None) -> None:
         """Leave the contexts of calls of whose end nobody was told.
@@ -120,8 +127,8 @@ class ForwardContexts:
         Args:
             latest: A call that begins just now, if one does.
         """
-        while self._entered and self._entered[-1][0].is_over(latest):
-            self._leave_late(self._entered.pop()[1])
+        while self._entered and self._entered[-1][1].is_over(latest):
+            self._leave_late(self._entered.pop()[2])
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Enter the context, as a hook before a forward."""
@@ -131,6 +138,10 @@ class ForwardContexts:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
         self.leave()
+
+
+Entered = tuple[ForwardContexts, RunningCall, Context]
+"""A context, the call it was entered for, and who has entered it."""
 
 
 def _leave(context: Context) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shard_core._versions import in_backward
 from shard_core.errors import MissingCapability
-from shard_core.forward_calls import ForwardContexts, RunningCall
+from shard_core.forward_calls import Entered, ForwardContexts, RunningCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +86,7 @@ class _PrecisionContext:
         self._context.__exit__(None, None, None)
 
     def leave_late(self) -> None:
-        """Leave it; autocast stays as it is where that is not what this has made it, since then others have since."""
+        """Leave it; autocast stays as it is where others have changed it since."""
         enabled, dtype = self._autocast()
         if (enabled, dtype) == self._made:
             self.__exit__()
@@ -99,21 +98,21 @@ class _PrecisionContext:
         return torch.is_autocast_enabled(self._device_type), torch.get_autocast_dtype(self._device_type)
 
 
-class _Entered(threading.local):
+class _InThread(threading.local):
     """What was entered in this thread, where alone autocast is on, and not left yet."""
 
     def __init__(self) -> None:
-        self.contexts: list[tuple[RunningCall, contextlib.AbstractContextManager[Any]]] = []
+        self.contexts: list[Entered] = []
 
 
-_ENTERED = _Entered()
+_ENTERED = _InThread()
 
 
 class _PrecisionContexts(ForwardContexts):
     """The contexts of all modules' forwards: the innermost is left first, whichever module's it is."""
 
     @property
-    def _entered(self) -> list[tuple[RunningCall, contextlib.AbstractContextManager[Any]]]:
+    def _entered(self) -> list[Entered]:
         return _ENTERED.contexts
 
 
