@@ -159,6 +159,22 @@ def test_methods_that_take_no_state_dict_write_whole_tensors_too(worlds: Any, tm
         torch.testing.assert_close(dict(torch.load(tmp_path / "m" / f"{number}.pt")), part, rtol=0, atol=0)
 
 
+def save_compiled(folder: Path) -> dict[str, torch.Tensor]:
+    with get_strategy("fsdp") as strategy:
+        module: Any = Mixture()
+        module.experts[1] = torch.compile(module.experts[1], backend="aot_eager")
+        model = strategy.setup_module(torch.compile(module, backend="aot_eager"))
+        module.save_pretrained(folder)
+        return dict(strategy.full_parameters(model))
+
+
+def test_modules_compiled_before_setup_write_their_weights(worlds: Any, tmp_path: Path) -> None:
+    weights, _ = worlds(2).run(save_compiled, tmp_path / "m", timeout=120)
+    torch.testing.assert_close(dict(torch.load(tmp_path / "m" / "all.pt")), weights, rtol=0, atol=0)
+    part = {key: weights[f"experts.1.{key}"] for key in ("weight", "bias")}
+    torch.testing.assert_close(dict(torch.load(tmp_path / "m" / "1.pt")), part, rtol=0, atol=0)
+
+
 def resized(folder: Path) -> Any:
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(hugging_face.VOCABULARY + 3, mean_resizing=False)

@@ -30,6 +30,9 @@ def tied() -> nn.Sequential:
         ("_orig_mod.weight", "weight"),
         ("blocks.0._checkpoint_wrapped_module.norm.bias", "blocks.0.norm.bias"),
         ("_orig_mod.a._orig_mod.b", "a.b"),
+        ("_orig_mod", ""),
+        ("blocks.0._orig_mod", "blocks.0"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
     ],
 )
 def test_wrappers_leave_no_trace_in_names(name: str, plain: str) -> None:

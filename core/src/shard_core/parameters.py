@@ -16,10 +16,7 @@ from shard_core.errors import SetupError
 
 #: Module attributes under which wrappers keep what they wrap; they never appear in a name. The first two are those of
 #: compiling and activation checkpointing, the others those of units under torch_xla.
-WRAPPER_PREFIXES = (
-    *("_orig_mod.", "_checkpoint_wrapped_module."),
-    *("_fsdp_wrapped_module.", "_fpw_module.", "_orig_module."),
-)
+WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_orig_module"})
 
 #: What torch's optimizers count beside a parameter, each in a tensor without dimensions. By its shape alone it could be
 #: state of a parameter that has no dimensions either, which one rank holds.
@@ -36,15 +33,15 @@ def plain_name(name: str) -> str:
         name: A name from ``named_parameters`` or ``named_modules``.
 
     Returns:
-        The name the user's own module has for it.
+        The name the user's own module has for it; that of a wrapper and of what it wraps is the same.
 
     Example:
         >>> plain_name("blocks.0._orig_mod.attention.weight")
         'blocks.0.attention.weight'
+        >>> plain_name("blocks.0._orig_mod")
+        'blocks.0'
     """
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 class ParameterNames:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_core import InvalidOption, get_strategy
+from shard_core.backend import ignored_parameters
 from shard_core.testing import models, oracle, train_under
 
 
@@ -96,6 +97,15 @@ def test_things_themselves_are_found() -> None:
     with get_strategy("fsdp", ignored_states=states, ignored_modules=[model.head]) as strategy:
         model = strategy.setup_module(model)
         assert {name for name, p in model.named_parameters() if not isinstance(p, DTensor)} == whole
+
+
+@pytest.mark.parametrize("states", [[], ["head.*"]])
+def test_what_is_compiled_is_found_by_its_name_and_as_it_is(states: list[str]) -> None:
+    model = Model()
+    model.head = torch.compile(model.head, backend="aot_eager")
+    for asked in ("head", model.head):
+        found = ignored_parameters(model, [] if states else [asked], states)
+        assert found == set(model.head.parameters())
 
 
 @pytest.mark.parametrize(

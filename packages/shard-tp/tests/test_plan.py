@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,9 +19,10 @@ GATHERED = "colwise_gather_output"
 
 
 class Pair(nn.Module):
-    def __init__(self, width: int = 8, tied: bool = False) -> None:
+    def __init__(self, width: int = 8, tied: bool = False, wrapped: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        wrap = checkpoint_wrapper if wrapped else nn.Identity().forward
+        self.layers = nn.ModuleList(wrap(nn.Linear(width, width)) for _ in range(2))
         if tied:
             self.layers[1].weight = self.layers[0].weight
 
@@ -56,6 +58,15 @@ def test_styles_split_what_they_declare(worlds: Any) -> None:
             ("layers.1.weight", (8, 4), True),
             ("layers.1.bias", (8,), True),
         ]
+
+
+def checkpointed(plan: dict[str, Any]) -> Any:
+    return set_up(plan, wrapped=True)
+
+
+def test_a_layer_that_is_wrapped_for_checkpointing_is_split(worlds: Any) -> None:
+    for found in worlds(2).run(checkpointed, {"layers.0": "colwise", "layers.1": "rowwise"}):
+        assert [shape for _, shape, _ in found] == [(4, 8), (4,), (8, 4), (8,)]
 
 
 def frozen(plan: dict[str, Any]) -> Any:

@@ -36,8 +36,8 @@ def ignored_parameters(
         >>> sorted(tuple(p.shape) for p in ignored_parameters(model, [nn.LayerNorm], ["*.weight"]))
         [(3,), (3,), (3, 2)]
     """
-    parts = {plain_name(name): part for name, part in module.named_modules(remove_duplicate=False) if name}
-    parameters = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+    parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     found: list[nn.Parameter] = []
     for asked in modules:
         found += [parameter for part in _modules(asked, module, parts) for parameter in part.parameters()]
@@ -65,11 +65,10 @@ def _modules(asked: Any, module: nn.Module, parts: dict[str, nn.Module]) -> list
 
 def _named(pattern: str, option: str, known: dict[str, T]) -> list[T]:
     wanted = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    found = [thing for name, thing in known.items() if wanted.fullmatch(name)]
+    found = [thing for name, thing in known.items() if wanted.fullmatch(plain_name(name))]
     if not found:
-        raise InvalidOption(
-            f"{option} names {pattern!r}, which the model does not have{nearest(pattern, known) or '.'}"
-        )
+        close = nearest(pattern, map(plain_name, known))
+        raise InvalidOption(f"{option} names {pattern!r}, which the model does not have{close or '.'}")
     return found
 
 

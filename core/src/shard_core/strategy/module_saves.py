@@ -40,7 +40,8 @@ class PretrainedSaves:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._kind = type(module).__name__  # engines may exchange the class
-        self._prefixes = {part: f"{plain_name(name)}." if name else "" for name, part in module.named_modules()}
+        names = {part: plain_name(name) for name, part in module.named_modules()}
+        self._prefixes = {part: f"{name}." if name else "" for part, name in names.items()}
         self._methods: dict[torch.nn.Module, _Method] = {}
         self._writing = False
 

@@ -83,6 +83,11 @@ class SetUpModule:
         if not self.optimizers:
             yield list(self.module.parameters()), self.unstepped
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of the module are yet to be divided by denominators, or unscaled."""
+        return any(accumulation.waits for _, accumulation in self.accumulations())
+
     def note_zeroed(self) -> None:
         """Forget what the module's gradients still needed: they begin anew."""
         for _, accumulation in self.accumulations():

@@ -131,7 +131,7 @@ class StrategySetup(StrategyLifecycle):
         known.rescaled.check_frozen()
         self._require_elementwise([optimizer])
         known.check_groups(optimizer)
-        if known.optimizers and any(each.waits for _, each in known.accumulations()):
+        if known.optimizers and known.waits:
             raise SetupError(
                 "an optimizer was set up while gradients wait to be divided by denominators, or unscaled, as its own "
                 "would never be; call setup_optimizer() before the first backward of a step."

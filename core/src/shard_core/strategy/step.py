@@ -297,6 +297,17 @@ class StrategyStep(StrategySetup):
             )
         self._logged_sync = True
 
+    def gradients_wait(self, module: torch.nn.Module) -> bool:
+        """Return whether a module's gradients are yet to be divided by denominators, or unscaled.
+
+        Clipping and stepping do so first; until then what stands in ``.grad``, and its norm, is another.
+
+        Args:
+            module: The user's, set up.
+        """
+        known = self._registry.find(module)
+        return known is not None and known.waits
+
     def _finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """Compute the final values of an optimizer's gradients; return whether all are finite."""
         known = self._registry.owner(optimizer)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shard_core import SetupError, Strategy, UnsupportedPrecision
-from shard_core.backend import check_used_alike, fast_step, make_contiguous, prepare_layers, send_values
+from shard_core.backend import (
+    LocalGradient,
+    check_used_alike,
+    fast_step,
+    make_contiguous,
+    prepare_layers,
+    send_values,
+    total_norm,
+)
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
@@ -23,7 +33,7 @@ from shard_deepspeed.zero import ZeroModule, fill_frozen, is_trained
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_core.backend import FlatPart, LocalGradient, ParameterNames, TrainingState
+    from shard_core.backend import FlatPart, ParameterNames, TrainingState
 
 
 #: How torch refuses to compute with a parameter that stage 3 has let go.
@@ -81,7 +91,8 @@ class DeepSpeedStrategy(Strategy):
         send_values(module)
         trained = [parameter for parameter in module.parameters() if is_trained(parameter)]
         if trained:
-            self._zero[module] = ZeroModule(module, self._initialize(module, trained), self.global_rank)
+            norm = functools.partial(self._norm, module)
+            self._zero[module] = ZeroModule(module, self._initialize(module, trained), self.global_rank, norm)
         for optimizer in optimizers:
             self.engine_add_optimizer(module, optimizer, names)
         return module
@@ -187,6 +198,19 @@ class DeepSpeedStrategy(Strategy):
         for zero in modules:
             zero.check_averaged(optimizer)
         return [gradient for zero in modules for gradient in zero.gradients(optimizer)]
+
+    def _norm(self, module: torch.nn.Module, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Compute the norm of a gradient over the ranks that hold its parts, for functions of torch's that clip by it.
+
+        Raises:
+            SetupError: If the gradient is yet to be divided by denominators.
+        """
+        if self.gradients_wait(module):
+            raise SetupError(
+                "the norm of a gradient was asked for that is yet to be divided by denominators; clip with "
+                "strategy.clip_gradients_norm, which divides first."
+            )
+        return total_norm([LocalGradient(gradient, (dist.group.WORLD,))], norm_type, self.collectives)
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step this rank's parts and bring them to all ranks."""

@@ -200,10 +200,10 @@ def split_by(split: Callable[[], Any], module: nn.Module, mesh: DeviceMesh) -> N
 def _chosen(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
     """List the submodules a plan means, each with its style."""
     chosen: dict[str, Style] = {}
-    names = [name for name, _ in module.named_modules() if name]
+    names = {plain_name(name): name for name, _ in module.named_modules() if name}  # of a wrapper, what it wraps
     for pattern, asked in plan.items():
         wanted = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        matched = [name for name in names if wanted.fullmatch(plain_name(name))]
+        matched = [name for plain, name in names.items() if wanted.fullmatch(plain)]
         if not matched:
             raise InvalidOption(f"plan names {pattern!r}, which no submodule matches{nearest(pattern, names)}.")
         for name in matched:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,33 +17,48 @@ _ELEMENTWISE = {
 }
 """What changes each element by itself, and by numbers that are the same for all."""
 
+_FOREACH: dict[Any, Callable[..., torch.Tensor]] = {
+    aten._foreach_zero_.default: torch.Tensor.zero_,
+    aten._foreach_mul_.Tensor: torch.Tensor.mul_,
+    aten._foreach_mul_.Scalar: torch.Tensor.mul_,
+    aten._foreach_clamp_min_.Scalar: torch.Tensor.clamp_min_,
+    aten._foreach_clamp_max_.Scalar: torch.Tensor.clamp_max_,
+}
+"""What changes many tensors at once, and the same for one."""
+
+Norm: TypeAlias = Callable[[torch.Tensor, float], torch.Tensor]
+"""Computes the norm over all ranks of a gradient of which each holds a part, given that and which norm."""
+
 
 class GradientProxy(torch.Tensor):
     """A gradient's shape without its values: thrown away or changed alike everywhere, it is the part's; else refused.
 
     Without it ``p.grad`` of a module's parameter would be None between a backward and a step, and loops over gradients,
-    and ``module.zero_grad()``, would do nothing and say nothing.
+    and ``module.zero_grad()``, would do nothing and say nothing. Its norm is that of the whole gradient, for which
+    every rank must ask: torch clips by it.
 
     Args:
         parameter: The module's.
         part: The optimizer's, whose gradient is meant.
+        norm: Computes the norm over all ranks.
     """
 
     _part: torch.Tensor
+    _norm_of: Norm
     _over: bool
 
     @staticmethod
-    def __new__(cls: type[GradientProxy], parameter: torch.Tensor, part: torch.Tensor) -> GradientProxy:
+    def __new__(cls: type[GradientProxy], parameter: torch.Tensor, part: torch.Tensor, norm: Norm) -> GradientProxy:
         """Allocate one element's memory, whatever the shape."""
         made = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
-        made._part, made._over = part, False
+        made._part, made._norm_of, made._over = part, norm, False
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's is a stand-in that disables it
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Apply to the part's gradient what is the same element by element, by one number for all.
+        """Apply to the part's gradient what is the same element by element, by one number for all; compute its norm.
 
         Raises:
             SetupError: If anything else is done with it.
@@ -52,16 +67,29 @@ class GradientProxy(torch.Tensor):
         shown, *numbers = args
         if func is aten.detach.default:  # of ``gradient.data``
             return shown
-        if func is aten._foreach_zero_.default:
+        if func in _FOREACH:
             for each in shown:
-                each.zero_()
+                _FOREACH[func](each, *numbers)
             return None
+        if func is aten._foreach_norm.Scalar and not kwargs:
+            return [torch.linalg.vector_norm(each, *numbers) for each in shown]
+        if func is aten.linalg_vector_norm.default and not kwargs:
+            return shown._whole_norm(*numbers)
         alike = func in _ELEMENTWISE and isinstance(shown, cls) and not shown._over
         if kwargs or not alike or any(isinstance(number, torch.Tensor) and number.dim() for number in numbers):
             raise _refusal()
         if shown._part.grad is not None:
             func(shown._part.grad, *numbers)
         return shown
+
+    def _whole_norm(
+        self, norm_type: float = 2.0, dims: Sequence[int] | None = None, keepdim: bool = False
+    ) -> torch.Tensor:
+        over_all = dims is None or sorted(dim % max(self.dim(), 1) for dim in dims) == list(range(self.dim()))
+        if self._over or not over_all or keepdim or norm_type <= 0:
+            raise _refusal()
+        gradient = self._part.grad
+        return self._norm_of(torch.zeros_like(self._part) if gradient is None else gradient, norm_type)
 
     def end(self) -> None:
         """Refuse from now on what is done to it, where somebody keeps it: its gradient was thrown away."""

@@ -22,6 +22,7 @@ from shard_deepspeed.zero.whole_loads import WholeLoads
 
 if TYPE_CHECKING:
     from shard_core.backend import FlatPart, ParameterNames
+    from shard_deepspeed.zero.gradient_proxy import Norm
 
 
 class ZeroModule:
@@ -34,13 +35,14 @@ class ZeroModule:
         module: The user's.
         engine: DeepSpeed's, over all trained parameters of the module.
         rank: This rank.
+        norm: Computes the norm of a gradient over all ranks, or refuses to.
 
     Attributes:
         engine: DeepSpeed's.
         deferring: Whether backwards keep gradients on this rank just now.
     """
 
-    def __init__(self, module: torch.nn.Module, engine: Any, rank: int) -> None:
+    def __init__(self, module: torch.nn.Module, engine: Any, rank: int, norm: Norm) -> None:
         self.engine = engine
         self.deferring = False
         self._module = module
@@ -52,7 +54,7 @@ class ZeroModule:
             stored = _versions.stored_shard(parameter)
             if is_trained(parameter):
                 part = self._layout.part(parameter)
-                self._trained[id(parameter)] = TrainedParameter(name=name, parameter=parameter, part=part)
+                self._trained[id(parameter)] = TrainedParameter(name=name, parameter=parameter, part=part, norm=norm)
             elif stored is not None and stored.numel():  # without elements it is whole on every rank
                 part = shard_part(parameter, stored, rank)
             else:

@@ -13,6 +13,7 @@ from shard_deepspeed.zero.gradient_proxy import GradientProxy
 
 if TYPE_CHECKING:
     from shard_core.backend import FlatPart
+    from shard_deepspeed.zero.gradient_proxy import Norm
 
 
 class _Deferred(NamedTuple):
@@ -40,6 +41,7 @@ class TrainedParameter:
         name: The parameter's, in the module.
         parameter: The module's.
         part: What of it this rank steps; its values are the optimizer's own parameter.
+        norm: Computes the norm of a gradient over all ranks.
         passed: Whether the backward that runs, or ran last, has come to it, though it may have been frozen by then.
         reached: Whether that has made a gradient for it, until the strategy has taken it.
         waits: Whether there is a gradient that is not averaged yet.
@@ -49,6 +51,7 @@ class TrainedParameter:
     name: str
     parameter: torch.nn.Parameter
     part: FlatPart
+    norm: Norm
     passed: bool = False
     reached: bool = False
     waits: bool = False
@@ -87,7 +90,7 @@ class TrainedParameter:
             return
         if values.grad is not None and parameter.grad is None:
             if self._proxy is None or self._proxy.shape != parameter.shape:  # at stage 3 it comes and goes
-                self._proxy = GradientProxy(parameter, values)
+                self._proxy = GradientProxy(parameter, values, self.norm)
             parameter.grad = self._proxy
         self.shown = parameter.grad is not None
 
