@@ -200,7 +200,7 @@ def _odd(
         ),
         ops.ZeroByHand(module=number, set_to_none=chance.random() < 0.5),
         ops.EditGradients(
-            module=number, how=chance.choices(ops.WAYS[ops.EditGradients], (2, 1, not splits_layers(card), 1))[0]
+            module=number, how=chance.choices(ops.WAYS[ops.EditGradients], (2, 1, not splits_layers(card), 1, 1))[0]
         ),
         ops.EditWeights(
             module=number,

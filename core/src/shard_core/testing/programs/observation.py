@@ -142,11 +142,14 @@ def failing() -> Iterator[None]:
     """Expect that a model ends its forward by an exception, and go on.
 
     Raises:
-        AssertionError: If it does not.
+        AssertionError: If it does not, or leaves autocast on; of a ``KeyboardInterrupt`` torch tells nobody.
     """
     try:
         yield
-    except (Interruption, KeyboardInterrupt):
+    except KeyboardInterrupt:
+        return
+    except Interruption:
+        assert not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))), "a failed forward has left autocast on"
         return
     raise AssertionError("the forward has not failed")
 

@@ -119,12 +119,12 @@ class ZeroByHand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EditGradients:
-    """Multiply a module's gradients by hand, be it by assigning others, make all infinite, or clip them by torch.
+    """Multiply a module's gradients by hand, also by others or by their data, make all infinite, or clip them by torch.
 
     Attributes:
         module: Which module.
         factor: By what they are multiplied.
-        how: ``"multiplied"``, ``"assigned"``, ``"infinite"`` or ``"clipped"``.
+        how: ``"multiplied"``, ``"assigned"``, ``"data"``, ``"infinite"`` or ``"clipped"``.
     """
 
     module: int = 0
@@ -386,7 +386,7 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
     Forward: (
         "train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted", "failed", "failed evaluation",
     ),
-    EditGradients: ("multiplied", "infinite", "clipped", "assigned"),
+    EditGradients: ("multiplied", "infinite", "clipped", "assigned", "data"),
     EditWeights: ("in place", "data"),
     Load: ("path", "latest", "modules"),
     Fail: ("save", "background", "unwaited", "load"),

@@ -91,7 +91,8 @@ def _(operation: ops.EditGradients, *_: object) -> Lines:
     if operation.how == "clipped":
         return [f"torch.nn.utils.clip_grad_norm_({MODULES[operation.module]}.parameters(), 0.5)"], []
     loop = f"for parameter in {MODULES[operation.module]}.parameters():"
-    edit = ".add_(float('inf'))" if operation.how == "infinite" else f".mul_({operation.factor})"
+    multiplied = f".mul_({operation.factor})"
+    edit = {"infinite": ".add_(float('inf'))", "data": f".data{multiplied}"}.get(operation.how, multiplied)
     edit = f" = {operation.factor} * parameter.grad" if operation.how == "assigned" else edit
     return [loop, "    if parameter.grad is not None:", f"        parameter.grad{edit}"], []
 
@@ -224,7 +225,8 @@ def _(operation: ops.Load, program: Program, number: int, saved: str) -> Lines:
     del number
     path = "strategy.latest_checkpoint(folder)" if operation.how == "latest" else f"f'{{folder}}/{saved}'"
     names = MODULES[: len(program.models)] if operation.how == "modules" else everything(program)
-    return ["saving.wait()", f"strategy.load_checkpoint({path}, {_states(names)})"], [f"**{shown_state(program)}"]
+    called = f"left = strategy.load_checkpoint({path}, {_states(names)})"
+    return ["saving.wait()", called], ["left=len(left)", f"**{shown_state(program)}"]
 
 
 @statements.register(ops.Fail)

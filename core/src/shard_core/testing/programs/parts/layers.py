@@ -207,7 +207,7 @@ class _Counter(Part):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH), persistent=False)
+        self.register_buffer("shift", torch.rand(WIDTH) - 0.5, persistent=False)
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         if self.training:

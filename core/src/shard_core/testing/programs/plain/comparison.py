@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BOUNDS = {
     "loss": 1e-5, "later": 1e-5, "output": 1e-5, "outputs": 1e-5, "norm": 1e-5, "gradients": 2e-5,
     "weights": 1e-5, "averaged": 1e-5, "full": 1e-5, "state": 1e-4, "reduced": 1e-6, "rates": 1e-9, "rate": 1e-9,
-    "factor": 0.0, "stepped": 0.0, "tracked": 0.0, "failed": 0.0, "generator": 0.0, "masks": 0.0,
+    "factor": 0.0, "stepped": 0.0, "tracked": 0.0, "failed": 0.0, "left": 0.0, "generator": 0.0, "masks": 0.0,
 }  # fmt: skip
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
@@ -39,6 +39,7 @@ _BY_EACH_RANK = (
     "stepped",
     "tracked",
     "failed",
+    "left",
     "generator",
     "masks",
 )

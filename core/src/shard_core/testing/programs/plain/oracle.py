@@ -12,6 +12,7 @@ from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Batch, Interruption, batch, contrast_of, fed_back, loss_of, tensors_of
 from shard_core.testing.programs.plain.plain_run import Count, PlainRun, Values
 from shard_core.testing.programs.plain.precisions import input_dtype
+from shard_core.testing.programs.program import everything
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -228,8 +229,10 @@ class Oracle(PlainRun):
 
     @_on_all.register(ops.Load)
     def _(self, operation: ops.Load) -> Values:
-        self._restore(self._saved, modules_alone=operation.how == "modules")
-        return self.state()
+        alone = operation.how == "modules"
+        self._restore(self._saved, modules_alone=alone)
+        left = len(everything(self._program)) - len(self.models) if alone else 0
+        return {"left": left, **self.state()}
 
     @_on_all.register(ops.Fail)
     def _(self, operation: ops.Fail) -> Values:
