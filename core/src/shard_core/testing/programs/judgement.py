@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _JITTERED = 3
 """How many oracles are moved by rounding, to see how far it grows."""
+_SENSITIVITY_ALLOWS, _COARSE_SENSITIVITY_ALLOWS = 30.0, 3.0
+"""A value may differ further by so many times what rounding in weights and gradients moves it. In 16 bits they move by a
+fifth of a bound and not by a fiftieth: thirty times that would pass what is a tenth off."""
 _PATIENCE, _PATIENCE_OF_COMPILERS = 20.0, 120.0
 _MUON_ALLOWS = 1000.0
 """Of weights. Torch's Muon orthogonalizes in bfloat16, in which other kernels round otherwise; where a gradient is of a
@@ -194,6 +197,8 @@ def _compare(
     compiled = bool(program.compiled)
     scale = max(rounding(name, program.precision, compiled=compiled) for name in _names(program))
     bounds = {kind: bound * scale for kind, bound in BOUNDS.items()}
+    times = _SENSITIVITY_ALLOWS if scale <= 1 else _COARSE_SENSITIVITY_ALLOWS
+    further = {place: times * moved for place, moved in (sensitivity or {}).items()}
     if _has_own_kernels(program) and any(each.kind == "muon" for each in program.optimizers):
         bounds["weights"] *= _MUON_ALLOWS
     scaled = POLICIES[program.precision].scaled
@@ -211,7 +216,7 @@ def _compare(
             rank = trace.data_rank[0]
             truth = truths[rank] | {"generator": oracle.generators[rank], "masks": dict(enumerate(oracle.masks[rank]))}
             shown = trace.shown[at - trace.begin]
-            found = first_difference(shown, truth, at, sensitivity or {}, bounds, whole=number == 0, scaled=scaled)
+            found = first_difference(shown, truth, at, further, bounds, whole=number == 0, scaled=scaled)
             if found:
                 key, text, excess = found
                 text = f"rank {number}, {_name(program, at)} (operation {at}): {key} {text}"

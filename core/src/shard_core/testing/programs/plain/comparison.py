@@ -20,8 +20,6 @@ BOUNDS = {
 }  # fmt: skip
 _LARGEST = 1e-6
 """Beside zeros, rounding is measured by the largest element of the same kind over all tensors."""
-_SENSITIVITY_ALLOWS = 30.0
-"""A value may differ further by so many times what rounding in weights and gradients moves it."""
 #: What has its dtype from the precision.
 _DTYPES = ("weights", "state", "gradients")
 #: What a rank shows that is the same on all, or its own; the rest is shown by rank 0 alone.
@@ -49,7 +47,7 @@ def first_difference(
     shown: Values,
     truth: Values,
     at: int,
-    sensitivity: Mapping[tuple[int, str], float],
+    further: Mapping[tuple[int, str], float],
     bounds: Mapping[str, float],
     *,
     whole: bool,
@@ -73,7 +71,7 @@ def first_difference(
         if kind in _DTYPES and value.numel() and found[key].dtype != value.dtype:
             return key, f"is of {found[key].dtype}, in plain PyTorch of {value.dtype}", math.inf
         near = largest.get(key.rpartition(".")[2] if kind == "state" else kind, 0.0)
-        bound = bounds[kind] + _SENSITIVITY_ALLOWS * sensitivity.get((at, key), 0.0)
+        bound = bounds[kind] + further.get((at, key), 0.0)
         if overflowed and kind == "gradients":
             continue  # of a loss that was multiplied by too much: they are thrown away, whatever clipping made of them
         if scaled and kind == "norm" and not (math.isfinite(found[key]) or math.isfinite(value)):
