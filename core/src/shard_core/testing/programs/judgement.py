@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _JITTERED = 3
 """How many oracles are moved by rounding, to see how far it grows."""
 _SENSITIVITY_ALLOWS, _COARSE_SENSITIVITY_ALLOWS = 30.0, 3.0
-"""A value may differ further by so many times what rounding in weights and gradients moves it. In 16 bits they move by a
-fifth of a bound and not by a fiftieth: thirty times that would pass what is a tenth off."""
+"""A value may differ further by so many times what rounding in weights and gradients moves it. In 16 bits that is a
+fifth of a bound and not a fiftieth: thirty times that would pass what is a tenth off."""
 _PATIENCE, _PATIENCE_OF_COMPILERS = 20.0, 120.0
 _MUON_ALLOWS = 1000.0
 """Of weights. Torch's Muon orthogonalizes in bfloat16, in which other kernels round otherwise; where a gradient is of a
