@@ -95,6 +95,7 @@ class AsyncCheckpointIO(CheckpointIO):
         coordinator: Coordinator,
         storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
+        cast: bool = False,
         values: Collection[str] = (),
         take_values: Callable[[dict[str, Any]], object] | None = None,
     ) -> LoadedCheckpoint:
@@ -107,6 +108,7 @@ class AsyncCheckpointIO(CheckpointIO):
             strict=strict,
             values=values,
             take_values=take_values,
+            **({"cast": True} if cast else {}),
         )
 
     def latest(

@@ -200,6 +200,7 @@ class CheckpointIO(abc.ABC):
         coordinator: Coordinator,
         storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
+        cast: bool = False,
         values: Collection[str] = (),
         take_values: Callable[[dict[str, Any]], object] | None = None,
     ) -> LoadedCheckpoint:
@@ -211,6 +212,7 @@ class CheckpointIO(abc.ABC):
             coordinator: How ranks talk.
             storage_options: For the store a URL names.
             strict: Whether a mismatch is an error rather than something to leave as it is.
+            cast: Whether floating-point tensors may be brought to the dtypes they have here; given only if they may.
             values: The user's names of the values that are asked for; one that is lacking is a mismatch.
             take_values: Called on every rank with all values, once everything else is found to be in order and before
                 any tensor is filled. What it raises stops the load there. It may be called again, if the checkpoint

@@ -110,6 +110,7 @@ class ShardedCheckpointIO(CheckpointIO):
         coordinator: Coordinator,
         storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
+        cast: bool = False,
         values: Collection[str] = (),
         take_values: Callable[[dict[str, Any]], object] | None = None,
     ) -> LoadedCheckpoint:
@@ -129,7 +130,7 @@ class ShardedCheckpointIO(CheckpointIO):
         folder = open_folder(path, storage_options)
         manifest = coordinator.broadcast_object(manifest)
         for _ in range(_MOST_REPLACED):
-            load = ShardedLoad(folder, state, strict=strict, values=values, take_values=take_values)
+            load = ShardedLoad(folder, state, strict=strict, cast=cast, values=values, take_values=take_values)
             try:
                 _prepare(load, manifest, folder, coordinator, doing)
                 break

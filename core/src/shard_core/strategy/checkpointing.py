@@ -169,6 +169,7 @@ class StrategyCheckpointing(StrategyStateDict):
         *,
         storage_options: Mapping[str, Any] | None = None,
         strict: bool = True,
+        cast: bool = False,
     ) -> dict[str, Any]:
         """Read a checkpoint that any strategy wrote at any world size; every rank calls this.
 
@@ -181,6 +182,8 @@ class StrategyCheckpointing(StrategyStateDict):
             strict: Whether anything that differs or lacks is an error, before anything was touched. Stateful objects
                 get theirs before any tensor does; if one refuses it, all get back what their ``state_dict`` returned
                 before, and modules and optimizers stay as they are.
+            cast: Whether floating-point tensors may be brought to the dtypes they have here: in ``"bf16-true"`` some
+                strategies step float32 copies, which are what is saved.
 
         Returns:
             What was in the checkpoint and not asked for: values, and None for each module and optimizer.
@@ -195,6 +198,7 @@ class StrategyCheckpointing(StrategyStateDict):
 
         def collect() -> AppState:
             check_flag("strict", strict)
+            check_flag("cast", cast)
             check_storage_options(storage_options)
             return self._contents({} if state is None else state)
 
@@ -224,6 +228,7 @@ class StrategyCheckpointing(StrategyStateDict):
                 strict=strict,
                 values=values,
                 take_values=take_values,
+                **({"cast": True} if cast else {}),  # a CheckpointIO may be older than it
             )
 
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.checkpoint.format.box import Box
+from shard_core.checkpoint.format.dtypes import torch_dtype
 from shard_core.checkpoint.format.folder import read_index
 from shard_core.checkpoint.format.json_fields import shown
 from shard_core.checkpoint.format.manifest import Manifest
@@ -44,6 +45,7 @@ class ShardedLoad:
         folder: The checkpoint.
         state: What to fill; None for the values alone.
         strict: Whether mismatches are an error.
+        cast: Whether floating-point tensors may change their dtype.
         values: Names of the values that must be there.
         take_values: Called with all values before anything is filled.
     """
@@ -54,12 +56,14 @@ class ShardedLoad:
         state: TrainingState | None,
         *,
         strict: bool,
+        cast: bool,
         values: Collection[str],
         take_values: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self._folder = folder
         self._state = state
         self._strict = strict
+        self._cast = cast
         self._asked_values = values
         self._take_values = take_values
         self._planned: list[tuple[TensorShard, list[Read]]] = []
@@ -101,8 +105,11 @@ class ShardedLoad:
 
         Raises:
             CheckpointCorrupted: If the files are not what was committed.
+            CheckpointMismatch: If numbers are too large for the dtype they would be cast to.
         """
         self._reader.verify(read for _, reads in self._planned for read in reads)
+        for shard, reads in self._planned:
+            self._check_range(shard, reads)
         self._values = {key: decode(value, self._stored_value) for key, value in self._manifest.values.items()}
         if self._state is not None:
             self._state.check_load(self._records)
@@ -142,7 +149,8 @@ class ShardedLoad:
         aliases = state.aliases()
         matches = match_modules(self._manifest, state.modules, aliases)
         taken = {match.saved: match for match in matches.values()}
-        state.prepare_load([slot for match in matches.values() for slot in match.slots()])
+        dtypes = {shard.key: shard.view.dtype for shard in state.shards()} if self._cast else {}
+        state.prepare_load([slot for match in matches.values() for slot in match.slots(dtypes)])
         saved = {
             key: taken[record.module].renamed(record)
             for key, record in saved_optimizers(self._manifest).items()
@@ -152,7 +160,7 @@ class ShardedLoad:
         mismatches, loaded = compare_optimizers(
             {key: record for key, record in live.items() if record.module in matches}, saved
         )
-        tensors = TensorMatcher(self._manifest, matches)
+        tensors = TensorMatcher(self._manifest, matches, cast=self._cast)
         for shard in state.shards():
             tensors.add(shard)
         tensors.finish(loaded)
@@ -189,6 +197,19 @@ class ShardedLoad:
             raise CheckpointError(
                 f"{shard.key!r}: {filled} of {shard.view.numel()} elements were found; the checkpoint is incomplete."
             )
+
+    def _check_range(self, shard: TensorShard, reads: Sequence[Read]) -> None:
+        """Check that finite numbers stay finite where they are cast."""
+        dtype = shard.view.dtype
+        for read in reads:
+            if torch_dtype(self._index.record(read.key).dtype) == dtype:
+                return
+            for _, piece in self._reader.pieces(read):
+                if bool((piece.isfinite() & ~piece.to(dtype).isfinite()).any()):
+                    raise CheckpointMismatch(
+                        f"{shard.key!r} has numbers in {str(self._folder)!r} that are too large for "
+                        f"{str(dtype).removeprefix('torch.')}, to which cast=True brings them; nothing was changed."
+                    )
 
     def _stored_value(self, name: Any) -> torch.Tensor:
         if not isinstance(name, str) or name not in self._index:

@@ -11,8 +11,11 @@ from shard_core.checkpoint.format.json_fields import Fields
 from shard_core.checkpoint.keys import MODEL, OPTIMIZER, frozen_keys, slot_in
 from shard_core.checkpoint.state.optimizer_record import OptimizerRecord
 from shard_core.checkpoint.state.training_state import KeySpace, Slot
+from shard_core.parameters import COUNTERS
 
 if TYPE_CHECKING:
+    import torch
+
     from shard_core.checkpoint.format.manifest import Manifest
 
 
@@ -85,18 +88,24 @@ class ModuleMatch:
         names = [name, *(alias for alias, first in self._saved_aliases.items() if first == name)]
         return list(dict.fromkeys(self._live_aliases.get(each, each) for each in names))
 
-    def slots(self) -> Iterator[Slot]:
-        """List the checkpoint's optimizer state under live names."""
+    def slots(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[Slot]:
+        """List the checkpoint's optimizer state under live names.
+
+        Args:
+            dtypes: Those of live tensors that the checkpoint's are cast to; state that has its parameter's is cast too.
+        """
         for key, tensor in self._tensors.items():
             name, slot = slot_in(key, self.saved_optim)
             parameter = self._tensors.get(self.saved_model + name)
             if key.startswith(self.saved_optim) and parameter is not None:
+                as_stored = torch_dtype(tensor.dtype)
+                follows = tensor.dtype == parameter.dtype and slot not in COUNTERS
                 for live in self.live_names(name):
                     yield Slot(
                         module=self.live,
                         name=live,
                         slot=slot,
-                        dtype=torch_dtype(tensor.dtype),
+                        dtype=dtypes.get(self._live_model + live, as_stored) if follows else as_stored,
                         shape=tensor.shape,
                         parameter_shape=parameter.shape,
                     )

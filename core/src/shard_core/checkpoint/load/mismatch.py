@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shard_core.checkpoint.format.dtypes import dtype_code
+from shard_core.checkpoint.format.dtypes import dtype_code, torch_dtype
 from shard_core.checkpoint.keys import OWN_KEYS, is_slot, slot_in
 from shard_core.checkpoint.state.optimizer_record import KERNEL_CHOICES, OptimizerRecord
 from shard_core.errors import nearest
@@ -41,6 +41,7 @@ class TensorMatcher:
     Args:
         manifest: The checkpoint.
         matches: Live modules and their counterparts.
+        cast: Whether floating-point tensors may change their dtype.
 
     Attributes:
         fitting: What can be filled.
@@ -48,9 +49,10 @@ class TensorMatcher:
         unfit: (module, parameter) that do not fit, or whose optimizer state does not.
     """
 
-    def __init__(self, manifest: Manifest, matches: Mapping[str, ModuleMatch]) -> None:
+    def __init__(self, manifest: Manifest, matches: Mapping[str, ModuleMatch], *, cast: bool) -> None:
         self._manifest = manifest
         self._matches = matches
+        self._cast = cast
         self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
         self._claimed: set[str] = set()
         self._noted: set[str] = set()
@@ -73,15 +75,17 @@ class TensorMatcher:
             return
         self._claimed.add(stored)
         tensor = self._tensors[stored]
-        here = (dtype_code(shard.view.dtype, shard.key), shard.shape)
+        dtype = dtype_code(shard.view.dtype, shard.key)
         owner = (match.live, match.parameter_of(shard.key))
-        if here == (tensor.dtype, tensor.shape):
+        convertible = shard.view.is_floating_point() and torch_dtype(tensor.dtype).is_floating_point
+        if shard.shape == tensor.shape and (dtype == tensor.dtype or (convertible and self._cast)):
             self.fitting.append(Fit(shard, stored, owner))
             return
-        if here[1] != tensor.shape:
+        if shard.shape != tensor.shape:
             self._note(match, shard, f"has shape {shard.shape} here, {tensor.shape} in the checkpoint")
         else:
-            self._note(match, shard, f"has dtype {here[0]} here, {tensor.dtype} in the checkpoint")
+            advice = "; cast=True converts it" if convertible else ""
+            self._note(match, shard, f"has dtype {dtype} here, {tensor.dtype} in the checkpoint{advice}")
         self.unfit.add(owner)
 
     def _note(self, match: ModuleMatch, shard: TensorShard, mismatch: str) -> None:
