@@ -56,13 +56,14 @@ def test_training_goes_on_between_engines_that_step_other_dtypes(
     saved: dict[str, Any] = {}
     for number, name in enumerate(STATIONS):
         load = tmp_path / str(number - 1) if number else None
-        for refusal, loaded, after in worlds(2).run(go_on, name, load, tmp_path / str(number), timeout=120):
+        found = worlds(2).run(go_on, name, load, tmp_path / str(number), timeout=120)
+        for refusal, loaded, _ in found:
             if number:
                 assert "cast=True converts it" in refusal
                 assert loaded.keys() == saved.keys()
                 for key, value in saved.items():
                     assert torch.equal(loaded[key], value.to(loaded[key].dtype)), key
-        saved = after
+        saved = found[0][2]
 
 
 def overflow(folder: Path) -> None:

@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from shard_core.errors import SetupError
-from shard_core.parameters import ParameterNames, ReplacementCheck, check_hooks_kept, check_no_gradients, plain_name
+from shard_core.parameters import (
+    ParameterNames,
+    ReplacementCheck,
+    check_hooks_kept,
+    check_no_gradients,
+    plain_module_name,
+    plain_name,
+)
 
 
 def renew(module: nn.Module) -> None:
@@ -30,13 +37,17 @@ def tied() -> nn.Sequential:
         ("_orig_mod.weight", "weight"),
         ("blocks.0._checkpoint_wrapped_module.norm.bias", "blocks.0.norm.bias"),
         ("_orig_mod.a._orig_mod.b", "a.b"),
-        ("_orig_mod", ""),
-        ("blocks.0._orig_mod", "blocks.0"),
+        ("_orig_mod", "_orig_mod"),  # a parameter of the user's own
         ("my_orig_mod.weight", "my_orig_mod.weight"),
     ],
 )
 def test_wrappers_leave_no_trace_in_names(name: str, plain: str) -> None:
     assert plain_name(name) == plain
+
+
+@pytest.mark.parametrize(("name", "plain"), [("_orig_mod", ""), ("", ""), ("a._orig_mod.b._orig_mod", "a.b")])
+def test_a_wrapper_has_the_name_of_what_it_wraps(name: str, plain: str) -> None:
+    assert plain_module_name(name) == plain
 
 
 def test_ties_have_several_names_and_one_parameter() -> None:

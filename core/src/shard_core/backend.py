@@ -58,6 +58,7 @@ from shard_core.parameters import (
     laid_out_like,
     local_part,
     make_contiguous,
+    plain_module_name,
     plain_name,
 )
 from shard_core.precision.dtypes import check_module, convert_input, convert_module, dtype_named
@@ -148,6 +149,7 @@ __all__ = [
     "offload_policy",
     "on_created_graph",
     "owned_step",
+    "plain_module_name",
     "plain_name",
     "precision_of",
     "prepare_layers",

@@ -27,18 +27,33 @@ FACTORS = frozenset({"eta", "mu"})
 
 
 def plain_name(name: str) -> str:
-    """Remove what compiling, activation checkpointing and wrapped units put into a name.
+    """Remove what compiling, activation checkpointing and wrapped units put into a tensor's name.
 
     Args:
-        name: A name from ``named_parameters`` or ``named_modules``.
+        name: A name from ``named_parameters`` or ``named_buffers``.
+
+    Returns:
+        The name the user's own module has for it.
+
+    Example:
+        >>> plain_name("blocks.0._orig_mod.attention.weight")
+        'blocks.0.attention.weight'
+    """
+    *owners, own = name.split(".")
+    return ".".join([*(owner for owner in owners if owner not in WRAPPED), own])
+
+
+def plain_module_name(name: str) -> str:
+    """Remove what compiling, activation checkpointing and wrapped units put into a module's name.
+
+    Args:
+        name: A name from ``named_modules``.
 
     Returns:
         The name the user's own module has for it; that of a wrapper and of what it wraps is the same.
 
     Example:
-        >>> plain_name("blocks.0._orig_mod.attention.weight")
-        'blocks.0.attention.weight'
-        >>> plain_name("blocks.0._orig_mod")
+        >>> plain_module_name("blocks.0._orig_mod")
         'blocks.0'
     """
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
@@ -156,7 +171,7 @@ class ReplacementCheck:
         for prefix, part in module.named_modules():
             held = [(name, each, each.dtype) for name, each in _own(part)]
             if held:
-                self._places.append((part, plain_name(prefix), held))
+                self._places.append((part, plain_module_name(prefix), held))
 
     def check(self, stands_for: Callable[[], Mapping[torch.Tensor, torch.Tensor]] = dict) -> None:
         """Check that no other parameter was put in one's place, for good or for one call, nor given another dtype.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shard_core import SetupError, get_strategy
+from shard_core import CollectiveError, SetupError, get_strategy
 from shard_core.testing import models, oracle, set_up, whole_weights
 
 _STEPS, _BATCH = 3, 12
@@ -104,32 +108,73 @@ def test_norms_and_clipped_steps_are_those_of_plain_pytorch(worlds: Any, stage: 
             oracle.assert_same_weights(weights, truth, 1e-5)
 
 
+def rms(model: nn.Module) -> torch.Tensor:
+    """Clip each gradient to a root mean square, and pass those by that have no elements."""
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None and gradient.numel():
+            gradient.div_(1 + gradient.norm() / gradient.numel() ** 0.5)
+    return torch.zeros(())
+
+
+CLIPS["rms"] = rms
+
+
 def refused(stage: int) -> list[str]:
     messages = []
-    with get_strategy("deepspeed", stage=stage) as strategy:
+    with get_strategy("deepspeed", stage=stage, **_AWAY.get(stage, {})) as strategy:
         model, optimizer = set_up(strategy, Scaled, lambda module: make(module.parameters()))
         own: Any = strategy.unwrap(model)
         share = models.share_of(strategy, models.batches("plain", 1, _BATCH)[0])
         strategy.backward(model(*share), model, denominator=2)
-        for reads in (
-            lambda: nn.utils.clip_grad_norm_(own.parameters(), 1.0),
-            lambda: own.first.weight.grad.norm(dim=0),
-            lambda: torch.linalg.vector_norm(own.first.weight.grad, 0),
-        ):
-            with pytest.raises(SetupError) as error:
-                reads()
-            messages.append(str(error.value))
-        kept = own.first.weight.grad
+        messages.append(refusal(functools.partial(nn.utils.clip_grad_norm_, list(own.parameters()), 1.0)))
+        gradient = own.first.weight.grad
+        for dims in (0, 1, (0, 1), [0, 3]):
+            messages.append(refusal(lambda dims=dims: gradient.norm(dim=dims)))
+        messages.append(refusal(lambda: torch.linalg.norm(gradient, 2)))
+        messages.append(refusal(lambda: torch.linalg.vector_norm(gradient, 0)))
         optimizer.zero_grad()
+        messages.append(refusal(lambda: gradient.norm()))
         strategy.backward(model(*share), model)
-        with pytest.raises(SetupError) as error:
-            kept.norm()
-        messages.append(str(error.value))
+        messages.append(refusal(lambda: gradient.norm()))
+        gradient = own.first.weight.grad
+        if stage == 1:
+            with strategy.no_backward_sync(model):
+                strategy.backward(model(*share), model)
+            messages.append(refusal(lambda: gradient.norm()))
+    left = refusal(lambda: gradient.norm())
+    assert "teardown" in left or "clip_gradients_norm" in left
+    kept = weakref.ref(strategy)
+    del strategy, model, own, optimizer
+    gc.collect()
+    assert kept() is None, "who keeps a gradient does not keep the strategy"
     return messages
+
+
+def refusal(read: Callable[[], object]) -> str:
+    with pytest.raises(SetupError) as error:
+        read()
+    return str(error.value)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_norms_that_would_be_others_are_refused(worlds: Any, stage: int) -> None:
     for messages in worlds(2).run(refused, stage):
-        assert "yet to be divided by denominators" in messages[0]
+        assert "divided by denominators" in messages[0]
         assert all("strategy.clip_gradients_norm" in message for message in messages)
+
+
+def alone() -> str:
+    with get_strategy("deepspeed", stage=1, guard_timeout=timedelta(seconds=5)) as strategy:
+        model, _ = set_up(strategy, Scaled, lambda module: make(module.parameters()))
+        strategy.backward(model(*models.share_of(strategy, models.batches("plain", 1, _BATCH)[0])), model)
+        own: Any = strategy.unwrap(model)
+        ask = own.first.weight.grad.norm if strategy.is_global_zero else functools.partial(strategy.barrier, "log")
+        with pytest.raises(CollectiveError) as error:
+            ask()
+        return str(error.value)
+
+
+def test_a_norm_that_one_rank_asks_for_alone_is_named(worlds: Any) -> None:
+    for message in worlds(2).run(alone):
+        assert "the norm of the gradient of 'first.weight'" in message

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
 from shard_core.errors import InvalidOption, nearest
-from shard_core.parameters import plain_name
+from shard_core.parameters import plain_module_name, plain_name
 from shard_core.preparation.submodules import of_classes
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ def ignored_parameters(
         >>> sorted(tuple(p.shape) for p in ignored_parameters(model, [nn.LayerNorm], ["*.weight"]))
         [(3,), (3,), (3, 2)]
     """
-    parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parts = [(plain_module_name(name), part) for name, part in module.named_modules(remove_duplicate=False) if name]
+    parameters = [(plain_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
     found: list[nn.Parameter] = []
     for asked in modules:
         found += [parameter for part in _modules(asked, module, parts) for parameter in part.parameters()]
@@ -55,7 +55,7 @@ def ignored_parameters(
     return set(found)
 
 
-def _modules(asked: Any, module: nn.Module, parts: dict[str, nn.Module]) -> list[nn.Module]:
+def _modules(asked: Any, module: nn.Module, parts: Sequence[tuple[str, nn.Module]]) -> list[nn.Module]:
     if isinstance(asked, type):
         return of_classes("ignored_modules", [asked], module, running=False)
     if isinstance(asked, str):
@@ -63,17 +63,17 @@ def _modules(asked: Any, module: nn.Module, parts: dict[str, nn.Module]) -> list
     return _one(asked, "ignored_modules", parts)
 
 
-def _named(pattern: str, option: str, known: dict[str, T]) -> list[T]:
+def _named(pattern: str, option: str, known: Sequence[tuple[str, T]]) -> list[T]:
     wanted = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    found = [thing for name, thing in known.items() if wanted.fullmatch(plain_name(name))]
+    found = [thing for name, thing in known if wanted.fullmatch(name)]
     if not found:
-        close = nearest(pattern, map(plain_name, known))
+        close = nearest(pattern, [name for name, _ in known])
         raise InvalidOption(f"{option} names {pattern!r}, which the model does not have{close or '.'}")
     return found
 
 
-def _one(thing: T, option: str, known: dict[str, T]) -> list[T]:
-    if not any(each is thing for each in known.values()):
+def _one(thing: T, option: str, known: Sequence[tuple[str, T]]) -> list[T]:
+    if not any(each is thing for _, each in known):
         raise InvalidOption(
             f"{option} holds a {type(thing).__name__} that is no part of the model; processes that were launched have "
             "copies of the model, so give its name."

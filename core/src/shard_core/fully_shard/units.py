@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shard_core.parameters import plain_name
+from shard_core.parameters import plain_module_name
 from shard_core.preparation.submodules import num_bytes, runs_of_blocks
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def with_chosen(module: nn.Module, chosen: Collection[nn.Module], units: Sequenc
         [('1.0',), ('1',)]
     """
     order = {part: position for position, part in enumerate(_inner_first(module))}
-    names = {part: plain_name(name) for name, part in module.named_modules()}
+    names = {part: plain_module_name(name) for name, part in module.named_modules()}
     own = [Unit.of([(names[part], part)]) for part in chosen if part is not module and num_bytes(part)]
     rest = [[pair for pair in zip(unit.names, unit.modules, strict=True) if pair[1] not in chosen] for unit in units]
     found = [*own, *(Unit.of(blocks) for blocks in rest if blocks)]

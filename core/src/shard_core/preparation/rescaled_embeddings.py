@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shard_core.errors import SetupError
-from shard_core.parameters import plain_name
+from shard_core.parameters import plain_module_name
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class RescaledEmbeddings:
     def __init__(self, module: nn.Module, data_ranks: int) -> None:
         self._data_ranks = data_ranks
         self._layers = {
-            plain_name(name) or "itself": part
+            plain_module_name(name) or "itself": part
             for name, part in module.named_modules()
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
         }

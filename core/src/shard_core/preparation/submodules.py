@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from shard_core.errors import InvalidOption, nearest
-from shard_core.parameters import plain_name
+from shard_core.parameters import plain_module_name
 
 
 def has_forward(kind: type[nn.Module]) -> bool:
@@ -121,7 +121,7 @@ def runs_of_blocks(module: nn.Module, prefix: str = "") -> Iterator[list[tuple[s
     classes = [type(child) for _, child in children if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
     repeated = {kind for kind in classes if classes.count(kind) > 1}
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and repeated:
-        yield [(plain_name(name), child) for name, child in children if type(child) in repeated]
+        yield [(plain_module_name(name), child) for name, child in children if type(child) in repeated]
         children = [(name, child) for name, child in children if type(child) not in repeated]
     for name, child in children:
         yield from runs_of_blocks(child, f"{name}.")

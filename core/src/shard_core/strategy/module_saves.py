@@ -15,7 +15,7 @@ from shard_core.checkpoint.all_ranks import on_all_ranks
 from shard_core.checkpoint.keys import name_in
 from shard_core.checkpoint.state.gather import full_tensors
 from shard_core.errors import CollectiveError, SetupError
-from shard_core.parameters import plain_name
+from shard_core.parameters import plain_module_name, plain_name
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class PretrainedSaves:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._kind = type(module).__name__  # engines may exchange the class
-        names = {part: plain_name(name) for name, part in module.named_modules()}
+        names = {part: plain_module_name(name) for name, part in module.named_modules()}
         self._prefixes = {part: f"{name}." if name else "" for part, name in names.items()}
         self._methods: dict[torch.nn.Module, _Method] = {}
         self._writing = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_core.errors import SetupError
-from shard_core.parameters import plain_name
+from shard_core.parameters import plain_module_name, plain_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,10 +55,10 @@ def quantized_part(module: nn.Module) -> tuple[str, str] | None:
                 return plain_name(f"{name}.{key}" if name else key), _kind(tensor)
         # Layers of some libraries pack weights into plain tensors of integers; others train plain weights.
         if _library(part) in _LIBRARIES and not all(tensor.is_floating_point() for tensor in tensors.values()):
-            return plain_name(name) or "the module", _kind(part)
+            return plain_module_name(name) or "the module", _kind(part)
         method = vars(part).get("quantization_method")
         if method is not None:
-            return plain_name(name) or "the module", f"quantised by {getattr(method, 'value', method)}"
+            return plain_module_name(name) or "the module", f"quantised by {getattr(method, 'value', method)}"
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ class DeepSpeedStrategy(Strategy):
         send_values(module)
         trained = [parameter for parameter in module.parameters() if is_trained(parameter)]
         if trained:
-            norm = functools.partial(self._norm, module)
+            norm = functools.partial(_norm, weakref.ref(self), weakref.ref(module))
             self._zero[module] = ZeroModule(module, self._initialize(module, trained), self.global_rank, norm)
         for optimizer in optimizers:
             self.engine_add_optimizer(module, optimizer, names)
@@ -199,17 +200,14 @@ class DeepSpeedStrategy(Strategy):
             zero.check_averaged(optimizer)
         return [gradient for zero in modules for gradient in zero.gradients(optimizer)]
 
-    def _norm(self, module: torch.nn.Module, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Compute the norm of a gradient over the ranks that hold its parts, for functions of torch's that clip by it.
-
-        Raises:
-            SetupError: If the gradient is yet to be divided by denominators.
-        """
-        if self.gradients_wait(module):
+    def _norm(self, module: torch.nn.Module, name: str, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Compute the norm of a gradient over the ranks that hold its parts, as torch's functions clip by it."""
+        if self.gradients_wait(module) or self._zero[module].waits:
             raise SetupError(
-                "the norm of a gradient was asked for that is yet to be divided by denominators; clip with "
-                "strategy.clip_gradients_norm, which divides first."
+                "the norm of a gradient was asked for while gradients are yet to be averaged over ranks or divided by "
+                "denominators; clip with strategy.clip_gradients_norm after the last backward of the step."
             )
+        self.collectives.barrier(f"the norm of the gradient of {name!r}")
         return total_norm([LocalGradient(gradient, (dist.group.WORLD,))], norm_type, self.collectives)
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
@@ -302,3 +300,11 @@ class DeepSpeedStrategy(Strategy):
             zero.close()
         self._zero.clear()
         self._environment.close()
+
+
+def _norm(strategy: weakref.ref[DeepSpeedStrategy], module: weakref.ref[torch.nn.Module], *args: Any) -> torch.Tensor:
+    """Compute a norm; who keeps a gradient keeps neither of the two."""
+    owner, named = strategy(), module()
+    if owner is None or named is None or named not in owner._zero:
+        raise SetupError("the norm of a gradient was asked for after teardown; ask for it before.")
+    return owner._norm(named, *args)

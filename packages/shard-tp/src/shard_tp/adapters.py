@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from shard_core import SetupError
-from shard_core.backend import plain_name
+from shard_core.backend import plain_module_name
 from shard_tp.dropout import draw_apart
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ def parts_of(name: str, module: nn.Module, style: Style) -> dict[str, Style]:
     if others or not isinstance(whole, nn.Linear):
         held = ", ".join(others) or "lora_A"
         raise SetupError(
-            f"{plain_name(name)!r} is of type {type(whole).__name__} with {held}, which strategy 'tp' cannot split; it "
-            "can split LoRA on Linear without use_dora, so take this layer out of target_modules, or out of the plan."
+            f"{plain_module_name(name)!r} is of type {type(whole).__name__} with {held}, which strategy 'tp' cannot "
+            "split; it can split LoRA on Linear without use_dora, so take this layer out of target_modules, or out of "
+            "the plan."
         )
     split = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
     parts: dict[str, Style] = {f"{name}.base_layer": style}

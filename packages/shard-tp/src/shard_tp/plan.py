@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shard_core import InvalidOption, SetupError
-from shard_core.backend import ParameterNames, plain_name
+from shard_core.backend import ParameterNames, plain_module_name, plain_name
 from shard_core.plugins import nearest
 from shard_tp.adapters import parts_of
 from shard_tp.dropout import draw_apart
@@ -100,7 +100,9 @@ def own_plan(module: nn.Module, ranks: int) -> dict[str, str]:
         return {f"{inside}{pattern}": style for pattern, style in brought.items()}
     layers = [name for name, part in module.named_modules() if isinstance(part, _TORCH_LAYERS)]
     found = {
-        plain_name(f"{name}.{part}" if name else part): style for name in layers for part, style in _TORCH_PLAN.items()
+        plain_module_name(f"{name}.{part}" if name else part): style
+        for name in layers
+        for part, style in _TORCH_PLAN.items()
     }
     if not found:
         raise SetupError(
@@ -200,7 +202,7 @@ def split_by(split: Callable[[], Any], module: nn.Module, mesh: DeviceMesh) -> N
 def _chosen(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
     """List the submodules a plan means, each with its style."""
     chosen: dict[str, Style] = {}
-    names = {plain_name(name): name for name, _ in module.named_modules() if name}  # of a wrapper, what it wraps
+    names = {plain_module_name(name): name for name, _ in module.named_modules() if name}  # of a wrapper, what it wraps
     for pattern, asked in plan.items():
         wanted = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         matched = [name for plain, name in names.items() if wanted.fullmatch(plain)]
@@ -216,7 +218,7 @@ def _chosen(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Style]:
 def _prefix(module: nn.Module, pattern: str) -> str:
     """Return what stands before a plan's names in a module, which others may have wrapped."""
     wanted = re.compile(r"((?:.+\.)?)" + re.escape(pattern).replace(r"\*", r"[^.]+"))
-    matches = (wanted.fullmatch(plain_name(name)) for name, _ in module.named_modules())
+    matches = (wanted.fullmatch(plain_module_name(name)) for name, _ in module.named_modules())
     return min((match[1] for match in matches if match), key=len, default="")
 
 
@@ -254,8 +256,8 @@ def _check_fits(name: str, module: nn.Module, style: Style, ranks: int) -> None:
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise SetupError(
-            f"{plain_name(name)!r} is of type {type(module).__name__}, which torch cannot split by columns or rows; it "
-            "can split Linear and Embedding, so leave it out of the plan, or split it with parallelize_fn=."
+            f"{plain_module_name(name)!r} is of type {type(module).__name__}, which torch cannot split by columns or "
+            "rows; it can split Linear and Embedding, so leave it out of the plan, or split it with parallelize_fn=."
         )
     # An embedding's weight lies the other way round: its columns are what comes out.
     by_output = isinstance(style, ColwiseParallel)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from shard_core import SetupError
+
+if TYPE_CHECKING:
+    from shard_core.backend import FlatPart
 
 aten = torch.ops.aten
 _ELEMENTWISE = {
@@ -26,6 +30,8 @@ _FOREACH: dict[Any, Callable[..., torch.Tensor]] = {
 }
 """What changes many tensors at once, and the same for one."""
 
+_OF_MATRICES = (torch.linalg.norm, torch.linalg.matrix_norm)
+
 Norm: TypeAlias = Callable[[torch.Tensor, float], torch.Tensor]
 """Computes the norm over all ranks of a gradient of which each holds a part, given that and which norm."""
 
@@ -39,20 +45,36 @@ class GradientProxy(torch.Tensor):
 
     Args:
         parameter: The module's.
-        part: The optimizer's, whose gradient is meant.
+        part: What of it the optimizer steps, whose gradient is meant.
         norm: Computes the norm over all ranks.
     """
 
     _part: torch.Tensor
+    _numel: int
     _norm_of: Norm
     _over: bool
 
     @staticmethod
-    def __new__(cls: type[GradientProxy], parameter: torch.Tensor, part: torch.Tensor, norm: Norm) -> GradientProxy:
+    def __new__(cls: type[GradientProxy], parameter: torch.Tensor, part: FlatPart, norm: Norm) -> GradientProxy:
         """Allocate one element's memory, whatever the shape."""
         made = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
-        made._part, made._norm_of, made._over = part, norm, False
+        made._part, made._numel, made._norm_of, made._over = part.values, math.prod(part.shape), norm, False
         return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse norms of matrices, which at stage 3, where a proxy has no shape, would be those of vectors.
+
+        Raises:
+            SetupError: If one is asked for.
+        """
+        del types
+        if func in _OF_MATRICES:
+            raise _refusal()
+        # As that of plain tensors, which makes no proxy of what comes out.
+        return torch.Tensor.__torch_function__(func, (torch.Tensor,), args, kwargs)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's is a stand-in that disables it
@@ -82,14 +104,15 @@ class GradientProxy(torch.Tensor):
             func(shown._part.grad, *numbers)
         return shown
 
-    def _whole_norm(
-        self, norm_type: float = 2.0, dims: Sequence[int] | None = None, keepdim: bool = False
-    ) -> torch.Tensor:
-        over_all = dims is None or sorted(dim % max(self.dim(), 1) for dim in dims) == list(range(self.dim()))
-        if self._over or not over_all or keepdim or norm_type <= 0:
-            raise _refusal()
+    def _whole_norm(self, norm_type: float = 2.0, *along: object) -> torch.Tensor:
         gradient = self._part.grad
-        return self._norm_of(torch.zeros_like(self._part) if gradient is None else gradient, norm_type)
+        if gradient is None or self._over or norm_type <= 0 or any(along):
+            raise _refusal()
+        return self._norm_of(gradient, norm_type)
+
+    def numel(self) -> int:
+        """Return how many elements the gradient has, of which at stage 3 there are none here."""
+        return self._numel
 
     def end(self) -> None:
         """Refuse from now on what is done to it, where somebody keeps it: its gradient was thrown away."""

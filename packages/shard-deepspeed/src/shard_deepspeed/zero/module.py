@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,6 @@ from shard_deepspeed.zero.whole_loads import WholeLoads
 
 if TYPE_CHECKING:
     from shard_core.backend import FlatPart, ParameterNames
-    from shard_deepspeed.zero.gradient_proxy import Norm
 
 
 class ZeroModule:
@@ -35,14 +35,14 @@ class ZeroModule:
         module: The user's.
         engine: DeepSpeed's, over all trained parameters of the module.
         rank: This rank.
-        norm: Computes the norm of a gradient over all ranks, or refuses to.
+        norm: Computes the norm of a gradient over all ranks, given its parameter's name before it, or refuses to.
 
     Attributes:
         engine: DeepSpeed's.
         deferring: Whether backwards keep gradients on this rank just now.
     """
 
-    def __init__(self, module: torch.nn.Module, engine: Any, rank: int, norm: Norm) -> None:
+    def __init__(self, module: torch.nn.Module, engine: Any, rank: int, norm: Callable[..., torch.Tensor]) -> None:
         self.engine = engine
         self.deferring = False
         self._module = module
@@ -54,7 +54,9 @@ class ZeroModule:
             stored = _versions.stored_shard(parameter)
             if is_trained(parameter):
                 part = self._layout.part(parameter)
-                self._trained[id(parameter)] = TrainedParameter(name=name, parameter=parameter, part=part, norm=norm)
+                self._trained[id(parameter)] = TrainedParameter(
+                    name=name, parameter=parameter, part=part, norm=functools.partial(norm, name)
+                )
             elif stored is not None and stored.numel():  # without elements it is whole on every rank
                 part = shard_part(parameter, stored, rank)
             else:
@@ -193,6 +195,11 @@ class ZeroModule:
         """
         trained = [] if self.deferring else self._trained.values()
         return [pair for each in trained for pair in ((each.name, each.reached), (each.name, each.waits))]
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of deferred backwards are yet to be averaged."""
+        return any(each.waits for each in self._trained.values())
 
     def finish(self) -> None:
         """Average what a backward has left and add it to the parts' gradients, unless that is deferred."""

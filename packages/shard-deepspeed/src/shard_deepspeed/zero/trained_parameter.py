@@ -90,7 +90,7 @@ class TrainedParameter:
             return
         if values.grad is not None and parameter.grad is None:
             if self._proxy is None or self._proxy.shape != parameter.shape:  # at stage 3 it comes and goes
-                self._proxy = GradientProxy(parameter, values, self.norm)
+                self._proxy = GradientProxy(parameter, self.part, self.norm)
             parameter.grad = self._proxy
         self.shown = parameter.grad is not None
 
