@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Lines = tuple[list[str], list[str]]
 
 _CONTEXTS = {"no_grad": "torch.no_grad()", "inference": "torch.inference_mode()"}
+_CASTS = {"bf16-true": ", cast=True"}  # some strategies step float32 copies, and save these
 _CONTEXTS |= {"failed": "failing()", "failed evaluation": "failing(), torch.no_grad()"}
 
 
@@ -225,7 +226,7 @@ def _(operation: ops.Load, program: Program, number: int, saved: str) -> Lines:
     del number
     path = "strategy.latest_checkpoint(folder)" if operation.how == "latest" else f"f'{{folder}}/{saved}'"
     names = MODULES[: len(program.models)] if operation.how == "modules" else everything(program)
-    called = f"left = strategy.load_checkpoint({path}, {_states(names)})"
+    called = f"left = strategy.load_checkpoint({path}, {_states(names)}{_CASTS.get(program.precision, '')})"
     return ["saving.wait()", called], ["left=len(left)", f"**{shown_state(program)}"]
 
 
@@ -254,7 +255,8 @@ def _(operation: ops.SavePretrained, *_: object) -> Lines:
 @statements.register(ops.LoadWeights)
 def _(operation: ops.LoadWeights, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
-    return [f"strategy.load_weights(f'{{folder}}/{name}/weights.pt', {name})"], [f"**{shown_state(program)}"]
+    cast = _CASTS.get(program.precision, "")
+    return [f"strategy.load_weights(f'{{folder}}/{name}/weights.pt', {name}{cast})"], [f"**{shown_state(program)}"]
 
 
 @statements.register(ops.Switch)
@@ -269,7 +271,7 @@ def _(operation: ops.Switch, program: Program, number: int, saved: str) -> Lines
         *(["rank = strategy.distributed_sampler_kwargs['rank']"] if operation.world_size else []),
         f"{', '.join(everything(program))} = build(strategy)",
         *(_added(each, program) for each in program.operations[:number] if isinstance(each, ops.AddGroup)),
-        f"strategy.load_checkpoint({path}, {states})",
+        f"strategy.load_checkpoint({path}, {states}{_CASTS.get(program.precision, '')})",
     ], [f"**{shown_state(program)}"]
 
 
