@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shard_core.capability import Capability
 from shard_core.precision.policies import POLICIES
+from shard_core.testing.programs.model import Model
 from shard_core.testing.programs.parts import PARTS, SKIPPING
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.settings import (
@@ -40,7 +44,7 @@ _WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in v
 
 def possible(program: Program) -> bool:
     """Check a program's options, models and optimizers."""
-    if any(option not in _WRITTEN or _reads_inside(program.models, option) for option in program.options):
+    if any(option not in _WRITTEN or _misfits(program.models, option) for option in program.options):
         return False
     if (
         program.precision not in PRECISIONS
@@ -66,9 +70,20 @@ def _has_part(models: Sequence[ModelSpec], part: str) -> bool:
     return any(part in model.parts for model in models)
 
 
-def _reads_inside(models: Sequence[ModelSpec], option: str) -> bool:
-    """Check whether a part would read the weights of units inside it, which are not gathered yet."""
+def _misfits(models: Sequence[ModelSpec], option: str) -> bool:
+    """Check whether a part would read weights of units inside it, which are away, or nothing is left to shard."""
+    if option == "ignored_modules=[torch.nn.Linear]":
+        return any(_is_linear(model.parts) for model in models)
     return option.startswith("auto_wrap_policy") and _has_part(models, "weighed")
+
+
+@functools.lru_cache(maxsize=1000)
+def _is_linear(parts: tuple[str, ...]) -> bool:
+    """Check whether all parameters of a model are those of linear layers."""
+    with torch.device("meta"):
+        model = Model(*parts)
+    linear = {each for part in model.modules() if isinstance(part, torch.nn.Linear) for each in part.parameters()}
+    return linear == set(model.parameters())
 
 
 def _is_stepped(program: Program, number: int) -> bool:
@@ -182,7 +197,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         averaged=chance.random() < 0.25 and precision in EXACT and not _has_part(models, "clamped"),
         apart=random.Random(f"{seed} apart").random() < 0.25,
         wrapped=chance.random() < 0.08,
-        options=_options([each for each in offered(strategy) if not _reads_inside(models, each)], chance),
+        options=_options([each for each in offered(strategy) if not _misfits(models, each)], chance),
     )
     drawn = _compiled(drawn, card, chance)
     if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):

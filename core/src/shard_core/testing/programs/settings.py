@@ -123,6 +123,7 @@ LEFT_OUT = (
     "a denominator where a module has no optimizer",
     "a layer frozen between its forward and its backward where this computes activations again: torch's checkpoint "
     "says that other tensors were saved",
+    "ignored_modules=[torch.nn.Linear] of a model that has no others, of which nothing would be sharded",
     "parameters assigned other data where DeepSpeed's stage 3 has them away, which nothing can see: its page says so",
     "LBFGS, which evaluates its closure as often as the loss of one rank says; SparseAdam, which steps sparse "
     "gradients alone; Rprop, which steps by the sign of a gradient, be it rounding",
