@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mutated_ranks import MutatedWorld, TracedWorld
-from mutation import ROOT, TARGETS, Mutant, drawn
+from mutation import ROOT, TARGETS, Mutant, drawn, equivalent
 
 from shard_core import plugins
 from shard_core.testing.processes.world import World
@@ -232,7 +232,9 @@ def main() -> None:
     known = originals(given.ledger.with_suffix(".originals.json"), given.drawn)
     judgements = _ledger(given.ledger)
     lane, lanes = map(int, given.lane.split("/"))
-    chosen = drawn(given.count, given.seed)[lane - 1 :: lanes]
+    alike = equivalent()
+    every = drawn(given.count, given.seed)[lane - 1 :: lanes]
+    chosen = [mutant for mutant in every if mutant.place not in alike]
     with given.ledger.open("a") as ledger, quiet():
         for mutant in chosen:
             key = _key(dataclasses.asdict(mutant))
@@ -244,6 +246,7 @@ def main() -> None:
             ledger.write(json.dumps(judgements[key]) + "\n")
             ledger.flush()
     keys = [_key(dataclasses.asdict(each)) for each in chosen]
+    print(f"{len(every) - len(chosen)} of {len(every)} are named in equivalent_mutants.json.")
     print(summary([judgements[key] for key in keys if key in judgements]))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: What is mutated, and whose programs judge it.
 TARGETS = {
-    "core/src/shard_core/strategy": ("ddp", "fsdp", "deepspeed_stage_2", "tp"),
+    "core/src/shard_core/strategy": ("ddp", "fsdp", "deepspeed_stage_3", "tp"),
     "core/src/shard_core/gradients.py": ("ddp", "fsdp", "tp", "fsdp_cpu_offload"),
     "core/src/shard_core/fully_shard": ("fsdp", "tp", "hsdp"),
     "packages/shard-fsdp/src": ("fsdp", "hsdp", "fsdp_cpu_offload"),
@@ -71,11 +72,22 @@ class Mutant:
         source = (ROOT / self.file).read_bytes()
         return (source[: self.start] + self.text.encode() + source[self.end :]).decode()
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The file, its line as it stands there, and what replaces some of it: what moves with the code."""
+        return self.file, (ROOT / self.file).read_text().splitlines()[self.line - 1].strip(), self.text
+
     def diff(self) -> str:
         """Return the change as a diff without context."""
         before = (ROOT / self.file).read_text().splitlines()
         lines = difflib.unified_diff(before, self.applied().splitlines(), self.file, self.file, n=0, lineterm="")
         return "\n".join(list(lines)[2:])
+
+
+def equivalent() -> dict[tuple[str, str, str], str]:
+    """Read which mutants change nothing that a program could see, by their places, and why."""
+    named = json.loads(Path(__file__).with_name("equivalent_mutants.json").read_text())
+    return {(each["file"], each["line"], each["text"]): each["why"] for each in named}
 
 
 def drawn(count: int, seed: int) -> list[Mutant]:

@@ -35,6 +35,12 @@ def _check_sizes(a):
 '''
 
 
+def test_equivalent_mutants_are_mutants_still():
+    for (file, line, text), why in mutation.equivalent().items():
+        assert why
+        assert any(each.place == (file, line, text) for each in mutation.mutants_of(mutation.ROOT / file)), line
+
+
 def test_files_that_are_left_out_are_there():
     for file in mutation.ELSEWHERE:
         assert any(file.startswith(place) for place in mutation.TARGETS)
