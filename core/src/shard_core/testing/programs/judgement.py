@@ -197,8 +197,7 @@ def _compare(
     compiled = bool(program.compiled)
     scale = max(rounding(name, program.precision, compiled=compiled) for name in _names(program))
     bounds = {kind: bound * scale for kind, bound in BOUNDS.items()}
-    times = _SENSITIVITY_ALLOWS if scale <= 1 else _COARSE_SENSITIVITY_ALLOWS
-    further = {place: times * moved for place, moved in (sensitivity or {}).items()}
+    further = {(at, key): _times(program, at, scale) * far for (at, key), far in (sensitivity or {}).items()}
     if _has_own_kernels(program) and any(each.kind == "muon" for each in program.optimizers):
         bounds["weights"] *= _MUON_ALLOWS
     scaled = POLICIES[program.precision].scaled
@@ -223,6 +222,16 @@ def _compare(
                 return _Difference(at, kind_of(key), text, excess)
         oracle.adopt(traces[0].shown[at - traces[0].begin])
     return None
+
+
+def _times(program: Program, at: int, scale: float) -> float:
+    """Return how many times what rounding moves a value by it may differ.
+
+    Of rounding in 16 bits optimizers that divide by a gradient's size make whole steps, of weights in 32.
+    """
+    steps = 0 <= at < len(program.operations) and isinstance(program.operations[at], ops.Step | ops.Closure)
+    is_coarse = scale > 1 and not (steps and POLICIES[program.precision].parameter == "float32")
+    return _COARSE_SENSITIVITY_ALLOWS if is_coarse else _SENSITIVITY_ALLOWS
 
 
 def _truths(
