@@ -344,11 +344,21 @@ def test_other_collectives_are_refused() -> None:
         get_strategy(**options(collectives="process_group"))
 
 
-def backward_and_start() -> str:
+def backward_and_start(with_device: bool) -> str:
+    import torch_xla  # here, or every test would have it
+
+    if with_device:
+        torch_xla.device()
     torch.ones((), requires_grad=True).mul(2.0).backward()
     return start(options())
 
 
-def test_a_backward_before_torch_xla_was_imported_is_named(worlds: Any) -> None:
-    (message,) = worlds(1, {**HASTY, "PJRT_DEVICE": "CPU"}).run(backward_and_start, timeout=240)
-    assert "a backward ran before torch_xla was imported" in message
+def test_a_backward_before_there_was_a_device_is_named(worlds: Any) -> None:
+    (message,) = worlds(1, {**HASTY, "PJRT_DEVICE": "CPU"}).run(backward_and_start, False, timeout=240)
+    assert "a backward ran before there was an XLA device" in message
+
+
+def test_what_that_sentence_tells_to_do_helps(worlds: Any) -> None:
+    fresh = {**HASTY, "PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "2"}  # ranks of its own, where none has run
+    (message,) = worlds(1, fresh).run(backward_and_start, True, timeout=240)
+    assert message == "started"

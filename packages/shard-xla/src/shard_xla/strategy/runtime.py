@@ -98,9 +98,9 @@ def _check_autograd(strategy: str, device: torch.device) -> None:
         if "device_ready_queues" not in str(error):
             raise
         raise SetupError(
-            f"strategy {strategy!r} cannot train in this process: a backward ran before torch_xla was imported, and "
-            "since then autograd takes no further devices; import torch_xla at the top of the script, or run the "
-            "strategy in a process of its own."
+            f"strategy {strategy!r} cannot train in this process: a backward ran before there was an XLA device, and "
+            "since then autograd takes no further ones; run the strategy in a process of its own, or, without SPMD, "
+            "call torch_xla.device() at the top of the script."
         ) from error
 
 
