@@ -99,7 +99,7 @@ def train(stage: int, clips: list[str]) -> dict[str, Any]:
 _AWAY: dict[int, dict[str, Any]] = {3: {"param_persistence_threshold": 0}}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 2)), 1, 3])
 def test_norms_and_clipped_steps_are_those_of_plain_pytorch(worlds: Any, stage: int) -> None:
     for found in worlds(2).run(train, stage, list(CLIPS), timeout=120):
         for clip, (norms, weights) in found.items():
