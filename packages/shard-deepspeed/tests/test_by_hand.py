@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from scaled import Scaled
 from torch import nn
 
 from shard_core import SetupError, get_strategy
@@ -16,18 +17,6 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1),
 }
-
-
-class Scaled(nn.Module):
-    """Two layers, and a factor without a dimension between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
-        self.factor = nn.Parameter(torch.tensor(1.3))
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.second(torch.tanh(self.first(inputs)) * self.factor), targets)
 
 
 class Plain:

@@ -12,25 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from scaled import Scaled
 from torch import nn
 
 from shard_core import CollectiveError, SetupError, get_strategy
 from shard_core.testing import models, oracle, set_up, whole_weights
 
 _STEPS, _BATCH = 3, 12
-
-
-class Scaled(nn.Module):
-    """Two layers, and a factor without dimensions between them, of which one rank has nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
-        self.factor = nn.Parameter(torch.tensor(1.3))
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        outputs = self.second(torch.tanh(self.first(inputs)) * self.factor)
-        return nn.functional.mse_loss(outputs, targets)
 
 
 def of_each(model: nn.Module) -> torch.Tensor:
@@ -53,6 +41,15 @@ def by_total(model: nn.Module) -> torch.Tensor:
     return total
 
 
+def rms(model: nn.Module) -> torch.Tensor:
+    """Clip each gradient to a root mean square, and pass those by that have no elements."""
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None and gradient.numel():
+            gradient.div_(1 + gradient.norm() / gradient.numel() ** 0.5)
+    return torch.zeros(())
+
+
 CLIPS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
     **{
         f"{norm_type}": lambda model, p=norm_type: nn.utils.clip_grad_norm_(model.parameters(), 0.02, p)
@@ -62,6 +59,7 @@ CLIPS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
     "each": of_each,
     "value": by_value,
     "total": by_total,
+    "rms": rms,
 }
 
 
@@ -108,18 +106,6 @@ def test_norms_and_clipped_steps_are_those_of_plain_pytorch(worlds: Any, stage: 
             oracle.assert_same_weights(weights, truth, 1e-5)
 
 
-def rms(model: nn.Module) -> torch.Tensor:
-    """Clip each gradient to a root mean square, and pass those by that have no elements."""
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if gradient is not None and gradient.numel():
-            gradient.div_(1 + gradient.norm() / gradient.numel() ** 0.5)
-    return torch.zeros(())
-
-
-CLIPS["rms"] = rms
-
-
 def refused(stage: int) -> list[str]:
     messages = []
     with get_strategy("deepspeed", stage=stage, **_AWAY.get(stage, {})) as strategy:
@@ -128,7 +114,10 @@ def refused(stage: int) -> list[str]:
         share = models.share_of(strategy, models.batches("plain", 1, _BATCH)[0])
         strategy.backward(model(*share), model, denominator=2)
         messages.append(refusal(functools.partial(nn.utils.clip_grad_norm_, list(own.parameters()), 1.0)))
+        optimizer.zero_grad()
+        strategy.backward(model(*share), model)  # from here on nothing waits, so each is refused for itself
         gradient = own.first.weight.grad
+        assert gradient.norm() > 0
         for dims in (0, 1, (0, 1), [0, 3]):
             messages.append(refusal(lambda dims=dims: gradient.norm(dim=dims)))
         messages.append(refusal(lambda: torch.linalg.norm(gradient, 2)))

@@ -227,7 +227,7 @@ def _compare(
 def _times(program: Program, at: int, scale: float) -> float:
     """Return how many times what rounding moves a value by it may differ.
 
-    Of rounding in 16 bits optimizers that divide by a gradient's size make whole steps, of weights in 32.
+    Optimizers that divide by a gradient's size make whole steps of rounding in 16 bits: those of float32 weights may.
     """
     steps = 0 <= at < len(program.operations) and isinstance(program.operations[at], ops.Step | ops.Closure)
     is_coarse = scale > 1 and not (steps and POLICIES[program.precision].parameter == "float32")
