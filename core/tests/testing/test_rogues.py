@@ -149,6 +149,7 @@ ROGUES = {
     "whole_everywhere": Fault("state_dicts_are_whole"),
     "keeps_its_first_look": Fault("every_state_dict_is_of_its_moment"),
     "saves_its_first_save": Fault("every_state_dict_is_of_its_moment"),
+    "hands_out_what_trains": Fault("every_state_dict_is_of_its_moment"),
     "counts_steps_together": Fault("steps_are_counted_for_each_parameter"),
     "removes_the_old": Fault("killed_save_leaves_the_old_or_the_new"),
     "loads_damaged": Fault("corrupted_byte_is_named"),

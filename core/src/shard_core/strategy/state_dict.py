@@ -29,8 +29,8 @@ class StrategyStateDict(StrategyCollectives):
 
         Args:
             module: What setup returned.
-            full: Full tensors in host memory on rank 0 and nothing on other ranks; False for what
-                is on this rank.
+            full: Full tensors in host memory on rank 0, which training leaves alone, and nothing on other ranks; False
+                for what is on this rank.
 
         Returns:
             Tensors by name; one that stands here in several boxes under ``name[begin:end,...]``, box by box.
@@ -97,8 +97,8 @@ class StrategyStateDict(StrategyCollectives):
 
         Args:
             optimizer: One that was set up.
-            full: Full tensors in host memory on rank 0 and an empty dict on other ranks; False for
-                what is on this rank.
+            full: Full tensors in host memory on rank 0, which training leaves alone, and an empty dict on other ranks;
+                False for what is on this rank.
 
         Returns:
             ``{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}``.

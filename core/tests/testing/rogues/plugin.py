@@ -88,7 +88,7 @@ FACTORIES = {
     **_at("checkpointing", "removes_the_old", "loads_damaged", "writes_pickle", "one_size_only"),
     **_at("checkpointing", "forgets_empty_groups", "saves_later", "hushes_failures", "skips_a_weight"),
     **_at("state_dict", "keeps_its_first_look", "saves_its_first_save", "counts_steps_together", "shows_sums"),
-    **_at("state_dict", "averages_copies"),
+    **_at("state_dict", "averages_copies", "hands_out_what_trains"),
     **_at("launching", "last_rank_returns", "swallows_exceptions", "leaves_with_three", "stays_here"),
     **dict.fromkeys(("boasts_meta_init", "takes_what_comes"), "rogues.lifecycle:Honest"),
     **dict.fromkeys(("silent_option", "imports_torch", "names_no_versions", "shrugs"), "rogues.lifecycle:Honest"),

@@ -20,6 +20,14 @@ class KeepsItsFirstLook(Rogue):
             return self.inner.optimizer_state_dict(optimizer, full)
 
 
+class HandsOutWhatTrains(Rogue):
+    """Returns the parameters themselves, and no copies, where they are whole."""
+
+    def module_state_dict(self, module: Any, full: bool = True) -> Any:
+        copies = self.inner.module_state_dict(module, full)
+        return {name: each for name, each in self.inner.unwrap(module).state_dict().items() if name in copies}
+
+
 class ShowsSums(Rogue):
     """Shows gradients summed over ranks, and not averaged."""
 

@@ -97,11 +97,11 @@ def state(
     shown: dict[str, Any] = {}
     for number, module in enumerate(modules):
         whole = strategy.module_state_dict(module)
-        shown |= {f"weights.{number}.{name}": tensor.clone() for name, tensor in whole.items()}
+        shown |= {f"weights.{number}.{name}": tensor for name, tensor in whole.items()}
     for number, optimizer in enumerate(optimizers):
         slots = strategy.optimizer_state_dict(optimizer).get("state", {})
         for name, values in slots.items():
-            tensors = {slot: torch.as_tensor(value).clone() for slot, value in values.items() if value is not None}
+            tensors = {slot: torch.as_tensor(value) for slot, value in values.items() if value is not None}
             shown |= {f"state.{number}.{name}.{slot}": tensor for slot, tensor in tensors.items()}
         shown[f"rates.{number}"] = [float(group["lr"]) for group in optimizer.param_groups]
     if strategy.precision.scaler is not None:
@@ -208,6 +208,7 @@ class _Rank:
         self._asked: tuple[Any, ...] | None = None
         self._built: set[weakref.ref[Any]] = set()
         self._before: dict[str, Any] = {}
+        self._returned: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_strategy(self, name: str, **options: Any) -> Strategy:
         strategy = get_strategy(name, **options)
@@ -227,8 +228,16 @@ class _Rank:
     def show(self, number: int, **values: Any) -> None:
         assert number == self._begin + len(self.shown)
         own = {"generator": torch.get_rng_state(), "masks": dict(enumerate(MASKS.take()))}
-        self.shown.append({name: _copied(value) for name, value in values.items()} | own)
+        copies = {name: _copied(value) for name, value in values.items()}
+        self.shown.append(copies | own)
+        self._check_returned()
+        self._returned |= _unchanging(values, copies)
         self._before = self._own()
+
+    def _check_returned(self) -> None:
+        """Check that training has left alone what the strategy returned, as one keeps the best weights so far."""
+        changed = [name for name, pair in self._returned.items() if not _is_same(*pair)]
+        assert not changed, f"{changed[0]}, which the strategy has returned, is changed by training"
 
     def stop(self, error: Exception) -> Stop:
         ours = isinstance(error, ShardError)
@@ -261,6 +270,7 @@ class _Rank:
     def kept(self) -> tuple[str, ...]:
         """Return the types of what is still held, though the script has ended and let go of all but its strategies."""
         self._asked = None
+        self._returned.clear()
         end = time.monotonic() + _RELEASED_WITHIN
         while any(each() is not None for each in self._built) and time.monotonic() < end:
             gc.collect()
@@ -286,10 +296,22 @@ def _local(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return own.detach().to_dense().clone()
 
 
+def _unchanging(values: dict[str, Any], copies: dict[str, Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return by name the tensors among values, each with its copy, but for those that lead to a graph."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            inside = _unchanging(value, copies[name])
+            found |= {f"{name}.{key}": pair for key, pair in inside.items()}
+        elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.requires_grad:
+            found[name] = value, copies[name]
+    return found
+
+
 def _is_same(one: Any, other: Any) -> bool:
     """Check that two values are the same, tensors bit by bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
+        return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_is_same, one, other))
     return bool(one == other)

@@ -36,10 +36,12 @@ class StateDicts(Suite):
     def test_every_state_dict_is_of_its_moment(self, ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
         """State dicts and checkpoints made one after the other, with steps in between, are each of their own moment.
 
-        All weights, and all that the optimizer keeps of each, are those of plain PyTorch at that step.
+        All weights, and all that the optimizer keeps of each, are those of plain PyTorch at that step; what was
+        returned stays so while training goes on.
 
         Usual cause:
-            What was gathered or copied for the first is kept and handed out again, if only for one tensor.
+            What was gathered or copied for the first is kept and handed out again, if only for one tensor, or what is
+            handed out is what trains.
         """
         run = ranks.run(train_and_look, tmp_path, ("uneven", optimizer), 2)[0]
         assert isinstance(run, _Run), f"it was refused: {run}"
@@ -161,14 +163,14 @@ def train_and_look(subject: Subject, path: Path, made: _Made, steps: int) -> _Ru
 
 
 def _looks(strategy: Strategy, path: Path, made: _Made, batches: list[tuple[Any, ...]]) -> list[Bits]:
-    looks = []
+    returned = []
     model, optimizer = set_up(strategy, *made)
     for number, batch in enumerate(batches):
         _unfreeze(number, strategy.unwrap(model))
         step(strategy, model, optimizer, batch)
-        looks.append(_look(strategy, model, optimizer))
+        returned.append(_state_dicts(strategy, model, optimizer))
         strategy.save_checkpoint(path / str(number + 1), {"model": model, "optimizer": optimizer})
-    return looks
+    return [_flat(*each) for each in returned]  # now that all has been trained
 
 
 @functools.cache
@@ -198,8 +200,13 @@ def _unfreeze(number: int, model: nn.Module) -> None:
 
 
 def _look(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> Bits:
-    weights, about = strategy.module_state_dict(model), strategy.optimizer_state_dict(optimizer)
-    return _flat(weights, about.get("state", {}))
+    return _flat(*_state_dicts(strategy, model, optimizer))
+
+
+def _state_dicts(
+    strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Mapping[str, Any]]]:
+    return strategy.module_state_dict(model), strategy.optimizer_state_dict(optimizer).get("state", {})
 
 
 def _flat(weights: Mapping[str, torch.Tensor], state: Mapping[str, Mapping[str, Any]]) -> Bits:
