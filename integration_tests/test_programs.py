@@ -26,6 +26,7 @@ From so many on it is judged whether memory grows.
 MOST_REFUSED = {"deepspeed_stage_3": 0.3}
 """Which share may be refused in the long run, if more than 0.15: stage 3 lets go of what penalties read."""
 CASES = [(strategy, size) for strategy in EVERY_RUN for size in (1, 2, 3) if size == 1 or strategy != "single"]
+CASES += [("tp", 4), ("hsdp", 4)]  # two times two
 
 
 @pytest.mark.parametrize("strategy", EVERY_RUN)

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6}
 """How often a part is drawn, where less often than the others."""
+_IN_TWO = "tensor_parallel_size=2"
+"""How layers are split where there are more ranks: those of the models have two heads, or two rows."""
 _WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
 
 
@@ -199,6 +201,8 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         wrapped=chance.random() < 0.08,
         options=_options([each for each in offered(strategy) if not _misfits(models, each)], chance),
     )
+    if world_size > 2 and _IN_TWO in offered(strategy) and _IN_TWO not in drawn.options:
+        drawn = dataclasses.replace(drawn, options=(*drawn.options, _IN_TWO))
     drawn = _compiled(drawn, card, chance)
     if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):
         drawn = _taking(drawn, chance)

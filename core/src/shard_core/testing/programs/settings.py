@@ -32,7 +32,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, torch.nn.Linear)",
         "torch.distributed.fsdp.wrap.CustomPolicy(lambda module: isinstance(module, torch.nn.Linear))",
     ),
-    "ignored_modules": ("['head']", "[torch.nn.Linear]"),
+    "ignored_modules": ("['h*']", "[torch.nn.Linear]"),
     "ignored_states": ("['head.bias']",),
     "backward_prefetch": ("2", "None", "torch.distributed.fsdp.BackwardPrefetch.BACKWARD_POST"),
     "forward_prefetch": ("True",),
@@ -115,6 +115,7 @@ LEFT_OUT = (
     "a TypeError",
     "a compiled model with a buffer that its forward both changes and computes with: torch 2.13 computes its gradients "
     "with what the buffer was changed to once more",
+    "load_state_dict(assign=True), after which torch's optimizers step what no module has",
     "two backwards through one graph of a compiled model, which torch's compiler refuses",
     "a state dict loaded into what torch.compile returned, where torch prefixes all names",
     "averages of weights, and losses over all ranks' outputs, in 16 bits: how those add up is the engine's",
