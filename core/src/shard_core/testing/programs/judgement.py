@@ -140,6 +140,11 @@ def _judge(program: Program, worlds: Callable[[int], World], timeout: float) -> 
     if kept:
         text = f"of what the strategies had set up, these were held once all were torn down: {', '.join(kept)}"
         return Judgement(verdict="defect", at=len(program.operations), symptom="held after teardown", text=text)
+    altered = next((trace.altered for traces in runs for trace in traces if trace.altered), None)
+    if altered:
+        at, name = altered
+        text = f"{name}, which the strategy had returned, was another after {_name(program, at)} (operation {at})"
+        return Judgement(verdict="defect", at=at, symptom="changes what it returned", text=text)
     return _stops(program, runs[-1])
 
 
