@@ -48,6 +48,13 @@ def test_a_backend_from_outside_keeps_the_contract_at_every_size(installed):
     succeed(environment.python("-m", "pytest", "-q", "tests", folder=project, timeout=900))
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_programs_find_nothing_in_a_backend_from_outside(installed):
+    environment, project = installed
+    succeed(environment.python("-m", "shard_core.testing", "mirror", "--programs", "100", folder=project, timeout=800))
+
+
 @pytest.fixture
 def repository(tmp_path) -> Path:
     """Copy of the repository what a new backend touches, and what looks for it."""

@@ -16,7 +16,7 @@ class TemplateConfig:
         InvalidOption: If a value has the wrong type or makes no sense.
     """
 
-    send_buffers: bool = option(True, "send rank 0's buffers to all ranks after each backward")
+    send_buffers: bool = option(False, "send rank 0's buffers to all ranks after each backward")
 
     def __post_init__(self) -> None:
         """Check types and values."""

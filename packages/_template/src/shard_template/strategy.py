@@ -24,8 +24,8 @@ class TemplateStrategy(TorchEngine, Strategy):
     """Keeps a whole copy of the module on every rank and averages gradients after each backward.
 
     Example:
-        >>> TemplateStrategy(devices=2, send_buffers=False).config.send_buffers
-        False
+        >>> TemplateStrategy(devices=2, send_buffers=True).config.send_buffers
+        True
     """
 
     default_info = TEMPLATE
