@@ -28,6 +28,7 @@ TOOLS = (
     *("build", "hatchling"),
 )
 NO_TESTS = 5  # how pytest ends when nothing was left to run
+SLOWEST = "--durations=15"  # which of them the next sweep to be moved to `long` is among
 LONGEST = 3600
 LANES = 3  # on two cores: a test of ranks waits for part of its time, for the disk, for time to run out
 PRINTING = threading.Lock()
@@ -149,7 +150,7 @@ def tests(session: nox.Session, dist: str) -> None:
     """Run a distribution's own tests and the examples in its docstrings; options after -- go to pytest."""
     folder = DISTRIBUTIONS[dist]
     places = (f"{folder / 'src'}", f"{folder / 'tests'}", f"--ignore={folder / CONFORMANCE}")
-    run(session, environment_of(dist), "pytest", *places, *session.posargs)
+    run(session, environment_of(dist), "pytest", SLOWEST, *places, *session.posargs)
 
 
 @nox.session
@@ -159,7 +160,7 @@ def conformance(session: nox.Session, dist: str) -> None:
     suite = DISTRIBUTIONS[dist] / CONFORMANCE
     if not suite.exists():
         session.skip(f"{dist} has no {CONFORMANCE}")
-    run(session, environment_of(dist), "pytest", str(suite), *session.posargs)
+    run(session, environment_of(dist), "pytest", SLOWEST, str(suite), *session.posargs)
 
 
 @nox.session
@@ -168,23 +169,24 @@ def other_torches(session: nox.Session) -> None:
     core = DISTRIBUTIONS["shard-core"]
     for name in set(environments()) - {"main"}:
         run(session, name, "pytest", *(str(core / "tests" / room) for room in ON_EACH_TORCH), *session.posargs)
-        kit = (str(core / CONFORMANCE), "-k", "TestDDP and 2ranks")
-        run(session, name, "pytest", *kit, *session.posargs)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """Run the tests across distributions, by what a user does; options after -- go to pytest."""
-    run(session, "main", "pytest", "integration_tests", *session.posargs, settings=pythons())
+    run(session, "main", "pytest", SLOWEST, "integration_tests", *session.posargs, settings=pythons())
 
 
 @nox.session
 def long(session: nox.Session) -> None:
-    """Run the tests that take minutes and that `test` leaves out; options after -- go to pytest."""
+    """Run the tests that take minutes, and a kit on each other torch, which `test` leaves out; options after -- go to pytest."""
     places = [(environment_of(dist), folder / "tests") for dist, folder in DISTRIBUTIONS.items()]
     for name, place in (*places, ("main", ROOT / "integration_tests")):
         chosen = (str(place), "-m", "long", f"--timeout={LONGEST}")
         run(session, name, "pytest", *chosen, *session.posargs, settings=pythons(), success_codes=(0, NO_TESTS))
+    for name in set(environments()) - {"main"}:
+        kit = (str(DISTRIBUTIONS["shard-core"] / CONFORMANCE), "-k", "TestDDP and 2ranks")
+        run(session, name, "pytest", *kit, *session.posargs, success_codes=(0, NO_TESTS))
 
 
 @nox.session

@@ -24,8 +24,8 @@ OPTIONS = {
     "hsdp": ("device_mesh=[2, 1]", "device_mesh=(2, 1)"),
     "tp": ('plan={"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}', "'blocks.*.mlp.down': 'rowwise'"),
 }
-#: Shards of both of torch's kinds; the others wait for the long run, of which some have test_example.py before.
-ALWAYS = ("fsdp", "tp")
+#: The others wait for the long run, of which some have test_example.py before.
+ALWAYS = ("fsdp",)
 
 
 @functools.cache

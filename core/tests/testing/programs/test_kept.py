@@ -17,14 +17,13 @@ def needed(program):
     return {program.strategy} | {each.strategy for each in program.operations if isinstance(each, ops.Switch)}
 
 
-def when(name, program):
-    """Return the marks of a program: every run judges most by campaigns, which count what is refused."""
-    judged = program.strategy != "deepspeed" and not name.startswith("refused-")
-    return [pytest.mark.long] if judged else []
+def when(program):
+    """Return the marks of a program: every run judges all by campaigns, but for those of a strategy that has none."""
+    return [] if program.strategy == "deepspeed" else [pytest.mark.long]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=when(name, each)) for name, each in KEPT.items() if needed(each) <= HERE]
+    "name", [pytest.param(name, marks=when(each)) for name, each in KEPT.items() if needed(each) <= HERE]
 )
 def test_is_right_now(name, worlds):
     program = KEPT[name]
