@@ -179,7 +179,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def long(session: nox.Session) -> None:
-    """Run the tests that take minutes, and a kit on each other torch, which `test` leaves out; options after -- go to pytest."""
+    """Run what takes minutes and `test` leaves out, a kit on the other torches too; options after -- go to pytest."""
     places = [(environment_of(dist), folder / "tests") for dist, folder in DISTRIBUTIONS.items()]
     for name, place in (*places, ("main", ROOT / "integration_tests")):
         chosen = (str(place), "-m", "long", f"--timeout={LONGEST}")
