@@ -29,6 +29,8 @@ _NEEDS = {
 """What a strategy may lack; that it refuses then is a promise of its own."""
 _ZEROED = 0.2
 """How many backwards there are whose gradients of before are zeroed after their forward."""
+_OVERFLOWS = 0.05
+"""How many steps are thrown away, since their gradients have no finite norm."""
 _MEANS = ("contrastive", "penalty", "by hand")
 """Backwards of losses that are means over rows."""
 
@@ -115,6 +117,9 @@ def _ordinary(
     """Draw a part of the loop that everyone writes: a backward, or what ends a step."""
     if chance.random() < 0.6:
         return [_backward(program, number, card, chance)]
+    if chance.random() < _OVERFLOWS:
+        clipped = [ops.ClipNorm(optimizer=which, max_norm=1.0, fails=True) for which in mine]
+        return [ops.EditGradients(module=number, how="infinite"), *clipped, ops.ZeroGrad(of_module=True, which=number)]
     found: list[Operation] = []
     if chance.random() < 0.4:
         bound = chance.choice([0.1, 1.0, 1e9])

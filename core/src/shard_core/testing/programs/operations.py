@@ -68,12 +68,14 @@ class ClipNorm:
         max_norm: What their norm is afterwards at most.
         norm_type: Which norm.
         finite: Whether the norm is promised to be a number, else an error.
+        fails: Whether that error is waited for, where gradients were made infinite, if there are any.
     """
 
     optimizer: int = 0
     max_norm: float
     norm_type: float = 2.0
     finite: bool = True
+    fails: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

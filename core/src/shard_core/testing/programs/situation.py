@@ -93,7 +93,9 @@ class Situation:
         match operation:
             case ops.Backward():
                 allowed = self._adds_up(operation)
-            case ops.Step() | ops.ClipNorm(finite=True):
+            case ops.ClipNorm(finite=True, fails=fails):
+                allowed = not module.deferred and module.infinite == fails
+            case ops.Step():
                 allowed = not (module.deferred or module.infinite)
             case ops.EditGradients(how="infinite"):
                 # A gradient scaler would skip the step, unless it had looked before; a part left out keeps them.

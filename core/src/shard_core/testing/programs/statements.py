@@ -45,7 +45,8 @@ def _(operation: ops.ClipNorm, program: Program, *_: object) -> Lines:
     kind = 'float("inf")' if math.isinf(operation.norm_type) else operation.norm_type
     more = "" if operation.finite else ", error_if_nonfinite=False"
     call = f"strategy.clip_gradients_norm({_owned(program, operation.optimizer)}, {operation.max_norm}, {kind}{more})"
-    return [f"norm = {call}"], ["norm=norm"]
+    name, call = ("failed", f"fails(lambda: {call})") if operation.fails else ("norm", call)
+    return [f"{name} = {call}"], [f"{name}={name}"]
 
 
 @statements.register(ops.ClipValue)

@@ -67,7 +67,11 @@ class Oracle(PlainRun):
         self._divide(operation.optimizer)
         # The infinity norm of no element is an error in torch, and nothing in a norm of all.
         clipped = [each for each in self._with_gradients(operation.optimizer) if each.numel()]
-        return {"norm": torch.nn.utils.clip_grad_norm_(clipped, operation.max_norm, operation.norm_type)}
+        gradients = [each.grad for each in clipped if each.grad is not None]
+        if operation.fails and not torch.nn.utils.get_total_norm(gradients, operation.norm_type).isfinite():
+            return {"failed": True}
+        norm = torch.nn.utils.clip_grad_norm_(clipped, operation.max_norm, operation.norm_type)
+        return {"failed": False} if operation.fails else {"norm": norm}
 
     @_on_all.register(ops.ClipValue)
     def _(self, operation: ops.ClipValue) -> Values:
