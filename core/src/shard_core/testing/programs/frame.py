@@ -26,6 +26,7 @@ from shard_core.testing.programs.settings import (
     OPTIONS,
     PRECISIONS,
     SPARSE,
+    SQUARE,
     TAKES,
     WHOLE,
     agreeing,
@@ -39,9 +40,7 @@ if TYPE_CHECKING:
 
 _RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6}
 """How often a part is drawn, where less often than the others."""
-_IN_TWO = "tensor_parallel_size=2"
-"""How layers are split where there are more ranks: those of the models have two heads, or two rows."""
-_WRITTEN = {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
+_WRITTEN = {*SQUARE.values(), *(f"{name}={value}" for name, values in OPTIONS.items() for value in values)}
 
 
 def possible(program: Program) -> bool:
@@ -201,13 +200,20 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         wrapped=chance.random() < 0.08,
         options=_options([each for each in offered(strategy) if not _misfits(models, each)], chance),
     )
-    if world_size > 2 and _IN_TWO in offered(strategy) and _IN_TWO not in drawn.options:
-        drawn = dataclasses.replace(drawn, options=(*drawn.options, _IN_TWO))
+    if world_size > 2 and world_size % 2 == 0:
+        drawn = dataclasses.replace(drawn, options=_in_a_square(drawn.options, card))
     drawn = _compiled(drawn, card, chance)
     if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):
         drawn = _taking(drawn, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
     return dataclasses.replace(drawn, optimizers=lacking)
+
+
+def _in_a_square(options: Sequence[str], card: StrategyInfo) -> tuple[str, ...]:
+    """Return options with that which makes two dimensions of more ranks, where a strategy is made for such."""
+    made = {"tensor_parallel_size"} & {option.name for option in card.options} or {"device_mesh"} & card.presets.keys()
+    others = [option for option in options if option.partition("=")[0] not in made]
+    return (*others, *(SQUARE[name] for name in made))
 
 
 def _compiled(program: Program, card: StrategyInfo, chance: random.Random) -> Program:

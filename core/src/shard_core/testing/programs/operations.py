@@ -67,8 +67,8 @@ class ClipNorm:
         optimizer: Which optimizer.
         max_norm: What their norm is afterwards at most.
         norm_type: Which norm.
-        finite: Whether the norm is promised to be a number, else an error.
-        fails: Whether that error is waited for, where gradients were made infinite, if there are any.
+        finite: Whether a norm that is no number is an error.
+        fails: Whether that error is expected: gradients, if there are any, were made infinite.
     """
 
     optimizer: int = 0

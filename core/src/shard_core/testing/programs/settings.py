@@ -32,7 +32,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, torch.nn.Linear)",
         "torch.distributed.fsdp.wrap.CustomPolicy(lambda module: isinstance(module, torch.nn.Linear))",
     ),
-    "ignored_modules": ("['h*']", "[torch.nn.Linear]"),
+    "ignored_modules": ("['head']", "['h*']", "[torch.nn.Linear]"),
     "ignored_states": ("['head.bias']",),
     "backward_prefetch": ("2", "None", "torch.distributed.fsdp.BackwardPrefetch.BACKWARD_POST"),
     "forward_prefetch": ("True",),
@@ -60,6 +60,8 @@ APART = {
     "activation_checkpointing_policy": "activation_checkpointing",
 }
 """Options that a strategy refuses beside another."""
+SQUARE = {"tensor_parallel_size": "tensor_parallel_size=2", "device_mesh": "device_mesh=('auto', 2)"}
+"""What makes two dimensions of an even number of ranks above two, with two in the inner one: models have two heads."""
 _IDLE = {"stage=0": ("contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter")}
 """Options that do nothing, and are refused, beside a value of another."""
 _REFUSED_BESIDE = {
@@ -188,6 +190,7 @@ def offered(strategy: str) -> list[str]:
     free -= {name for name, (preset, value) in _NEEDS_PRESET.items() if card.presets.get(preset) != value}
     free -= {name for option in card.options for name in _REFUSED_BESIDE.get(option.name, ())}
     free -= {name for pair in APART.items() for name in pair if not card.presets.keys().isdisjoint(pair)}
+    free |= {name for name, value in card.presets.items() if isinstance(value, tuple) and "auto" in value}  # a default
     drawn = [(name, value) for name, values in OPTIONS.items() if name in free for value in values]
     # XLA's wrapper has nothing to do with the objects of torch's.
     torchs = "cpu" in card.devices

@@ -93,8 +93,8 @@ class Situation:
         match operation:
             case ops.Backward():
                 allowed = self._adds_up(operation)
-            case ops.ClipNorm(finite=True, fails=fails):
-                allowed = not module.deferred and module.infinite == fails
+            case ops.ClipNorm(finite=finite, fails=fails) if finite or fails:
+                allowed = finite and not module.deferred and module.infinite == fails
             case ops.Step():
                 allowed = not (module.deferred or module.infinite)
             case ops.EditGradients(how="infinite"):
