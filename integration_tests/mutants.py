@@ -32,7 +32,7 @@ _REFUSED_AT_LEAST = 8
 _ALONE = 8
 """Of so many seeds, one draws a program of one rank."""
 _SQUARE = ("tp", "hsdp")
-"""Strategies of two dimensions; of as many seeds, one draws a program of four ranks, so that both have two."""
+"""Strategies of two dimensions; of as many seeds, one draws a program of four ranks, two in each."""
 _FRESH = 10_000
 """The seed of the first program that is not run on the original before."""
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
@@ -114,7 +114,8 @@ def judged(mutant: Mutant, reaching: list[Original]) -> dict:
             judgement = judge(program, mutated)
             if judgement.verdict == each.verdict or not _is_right(each, program):
                 continue
-            noticed = judgement.verdict == "defect" or not each.origin.startswith("seed ")  # kept ones are as they were
+            # A campaign takes a kept program that ends in another way for a defect.
+            noticed = judgement.verdict == "defect" or not each.origin.startswith("seed ")
             if noticed and _holds(judgement, program, mutated):
                 by = f"{each.strategy} {each.origin}: {judgement.symptom or judgement.verdict}"
                 return {**record, "verdict": "found", "by": by, "programs": count}

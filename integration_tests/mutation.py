@@ -32,7 +32,7 @@ ELSEWHERE = {
     "packages/shard-fsdp/src/shard_fsdp/tuning.py": "what shard tune measures",
     "packages/shard-tp/src/shard_tp/tuning.py": "what shard tune measures",
     "packages/shard-tp/src/shard_tp/consistency.py": "finds ranks that differ; a program's do not",
-    "packages/shard-tp/src/shard_tp/dropout.py": "programs have no dropout where ranks share layers",
+    "packages/shard-tp/src/shard_tp/dropout.py": "programs have no dropout between layers that ranks split",
 }
 _REFUSES = re.compile(r"_*(check|refuse|require|log)(_|$)")
 """The names of functions that change nothing, and are never mutated nor left out."""

@@ -18,13 +18,14 @@ EVERY_RUN = {
     "fsdp_cpu_offload": 10,
     "deepspeed_stage_1": 10,
     "deepspeed_stage_3": 10,
+    "deepspeed": 10,
 }
 """How many programs each strategy is given in every run, at two ranks; in the long one ten times that, or 400.
 
 From so many on it is judged whether memory grows.
 """
-MOST_REFUSED = {"deepspeed_stage_3": 0.3}
-"""Which share may be refused in the long run, if more than 0.15: stage 3 lets go of what penalties read."""
+MOST_REFUSED = {"deepspeed_stage_3": 0.13, "deepspeed": 0.13}
+"""Which share of 400 programs may be refused, if more than a tenth: stage 3 lets go of what penalties read."""
 CASES = [(strategy, size) for strategy in EVERY_RUN for size in (1, 2, 3) if size == 1 or strategy != "single"]
 CASES += [("tp", 4), ("hsdp", 4)]  # two times two
 
@@ -42,7 +43,8 @@ def test_programs_are_right(worlds: Any, strategy: str) -> None:
 )
 def test_many_programs_are_right(worlds: Any, strategy: str, size: int) -> None:
     count = max(10 * EVERY_RUN[strategy], 400) if size == 2 else 30
-    assert check(worlds, strategy, size, count, seed=10_000 * size) <= MOST_REFUSED.get(strategy, 0.15)
+    refused = check(worlds, strategy, size, count, seed=10_000 * size)
+    assert count < 400 or refused <= MOST_REFUSED.get(strategy, 0.1)
 
 
 def check(worlds: Any, strategy: str, size: int, count: int, seed: int) -> float:

@@ -24,7 +24,7 @@ OPTIONS = {
     "hsdp": ("device_mesh=[2, 1]", "device_mesh=(2, 1)"),
     "tp": ('plan={"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}', "'blocks.*.mlp.down': 'rowwise'"),
 }
-#: The others wait for the long run, of which some have test_example.py before.
+#: The others wait for the long run; test_example.py trains under two of them in every run.
 ALWAYS = ("fsdp",)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from shard_core import plugins
 from shard_core.errors import InvalidOption
+from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.campaign import VERDICTS, campaign, others_of
 from shard_core.testing.programs.coverage import Coverage
 from shard_core.testing.programs.grammar import draw, legal
@@ -40,6 +42,16 @@ def test_kept_programs_come_first_and_all_are_counted(worlds):
     assert 0 < report.in_memory[0] < report.count
     assert report.in_memory[1] < report.seconds
     assert 0 < report.cells.share < report.pairs.share < 1
+
+
+def test_kept_programs_end_as_they_did(worlds, monkeypatch):
+    right = dataclasses.replace(kept_programs()["seed-again"], operations=())
+    elsewhere = dataclasses.replace(right, operations=(ops.Switch(strategy="nobody_has_it"),))
+    known = {"another-strategy": elsewhere, "refused-nothing": right}
+    monkeypatch.setattr("shard_core.testing.programs.campaign.kept_programs", lambda: known)
+    report = campaign("ddp", count=0, others=(), worlds=worlds)
+    assert report.defect is not None
+    assert (report.defect.origin, report.defect.judgement.symptom) == ("refused-nothing", "equal, once refused")
 
 
 @pytest.mark.long

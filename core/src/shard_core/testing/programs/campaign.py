@@ -21,7 +21,7 @@ from shard_core.testing.programs.grammar import draw
 from shard_core.testing.programs.judgement import Judgement, judge, patience
 from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.memory import Memory
-from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program, strategies_of
 from shard_core.testing.programs.script import script_of
 from shard_core.testing.programs.settings import splits_layers
 from shard_core.testing.programs.shrinking import shrink
@@ -219,7 +219,7 @@ def campaign(
     names = others_of(info, max([world_size, *sizes])) if others is None else tuple(others)
     drawn = functools.partial(draw, strategy=strategy, world_size=world_size, others=names, sizes=tuple(sizes))
     tally = _Tally(Coverage(strategy, world_size, names))
-    kept = {name: program for name, program in kept_programs().items() if program.strategy == strategy}
+    kept = {name: each for name, each in kept_programs().items() if each.strategy == strategy and _is_possible(each)}
     end = time.monotonic() + 60 * minutes if minutes is not None else None
     defect = None
     memory = Memory()
@@ -232,6 +232,7 @@ def campaign(
                 break
             started = time.monotonic()
             judgement = judge(program, at_hand)
+            judgement = _as_kept(origin, judgement) if origin in kept else judgement
             tally.add(program, judgement, time.monotonic() - started)
             memory.follow(at_hand(world_size), compiled=bool(program.compiled))
             on_program(origin, judgement)
@@ -317,6 +318,20 @@ def _programs(kept: dict[str, Program], seeds: range, drawn: Callable[[int], Pro
     yield from kept.items()
     for seed in seeds:
         yield f"seed {seed}", drawn(seed)
+
+
+def _is_possible(program: Program) -> bool:
+    """Check that all strategies that a kept program names are installed."""
+    return strategies_of(program) <= {each.name for each in plugins.installed()}
+
+
+def _as_kept(name: str, judgement: Judgement) -> Judgement:
+    """Return a defect for a kept program that no longer ends as it did: refused if its name says so, or else equal."""
+    before = "refused" if name.startswith("refused-") else "equal"
+    if judgement.verdict in (before, "defect"):
+        return judgement
+    text = judgement.text or "It runs to its end."
+    return dataclasses.replace(judgement, verdict="defect", symptom=f"{judgement.verdict}, once {before}", text=text)
 
 
 def _nothing(strategy: str, world_size: int) -> Program:

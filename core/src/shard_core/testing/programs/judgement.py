@@ -20,7 +20,7 @@ from shard_core.testing.programs.parts.dropout import why_improper
 from shard_core.testing.programs.plain.comparison import BOUNDS, distance, first_difference, flat, kind_of
 from shard_core.testing.programs.plain.oracle import Oracle
 from shard_core.testing.programs.plain.precisions import rounding
-from shard_core.testing.programs.program import segments
+from shard_core.testing.programs.program import segments, strategies_of
 from shard_core.testing.programs.script import script_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def judge(program: Program, worlds: Callable[[int], World], *, timeout: float | 
     if not 0 < judgement.excess <= _SETTLES:
         return judgement
     # A bound is broken: rounding all but disappears in float64, a defect stays.
-    if program.precision == "32-true" and all("64-true" in plugins.find(name).precisions for name in _names(program)):
+    cards = map(plugins.find, strategies_of(program))
+    if program.precision == "32-true" and all("64-true" in card.precisions for card in cards):
         exact = _judge(dataclasses.replace(program, precision="64-true"), worlds, timeout)
         if exact.verdict == "equal" or (exact.verdict == "refused" and exact.at > judgement.at):
             return dataclasses.replace(judgement, verdict="equal", settled=True)
@@ -186,7 +187,7 @@ def _changed(program: Program, trace: Trace) -> str:
 
 def _has_own_kernels(program: Program) -> bool:
     """Return whether a program computes on devices with other kernels than the CPU's."""
-    return any("cpu" not in plugins.find(name).devices for name in _names(program))
+    return any("cpu" not in plugins.find(name).devices for name in strategies_of(program))
 
 
 def _as_before(key: str, before: torch.Tensor, after: torch.Tensor) -> bool:
@@ -200,7 +201,7 @@ def _compare(
     """Hold every value that was shown to the oracle's; return the first that differs."""
     oracle = Oracle(program, runs[0][0].data_rank[1], _exchanges(program))
     compiled = bool(program.compiled)
-    scale = max(rounding(name, program.precision, compiled=compiled) for name in _names(program))
+    scale = max(rounding(name, program.precision, compiled=compiled) for name in strategies_of(program))
     bounds = {kind: bound * scale for kind, bound in BOUNDS.items()}
     further = {(at, key): _times(program, at, scale) * far for (at, key), far in (sensitivity or {}).items()}
     if _has_own_kernels(program) and any(each.kind == "muon" for each in program.optimizers):
@@ -295,13 +296,9 @@ def _name(program: Program, at: int) -> str:
     return type(program.operations[at]).__name__ if 0 <= at < len(program.operations) else "setup"
 
 
-def _names(program: Program) -> set[str]:
-    return {program.strategy} | {each.strategy for each in program.operations if isinstance(each, ops.Switch)}
-
-
 def _exchanges(program: Program) -> dict[str, bool]:
     """Ask each strategy's card whether ranks exchange buffers before each forward."""
-    cards = {name: plugins.find(name) for name in _names(program)}
+    cards = {name: plugins.find(name) for name in strategies_of(program)}
     return {
         name: "broadcast_buffers=False" not in program.options
         and any(option.name == "broadcast_buffers" and option.default is True for option in card.options)

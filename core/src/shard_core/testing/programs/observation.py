@@ -310,7 +310,7 @@ def _unchanging(values: dict[str, Any], copies: dict[str, Any]) -> dict[str, tup
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Check that two values are the same, tensors bit by bit."""
+    """Check that two values are the same, with what is no number for itself."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
     if isinstance(one, list):

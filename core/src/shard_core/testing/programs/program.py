@@ -116,6 +116,11 @@ class Segment(NamedTuple):
         return "main" if self.begin < 0 else f"main_{self.begin}"
 
 
+def strategies_of(program: Program) -> set[str]:
+    """Return the names of the strategies that a program begins and goes on under."""
+    return {program.strategy} | {each.strategy for each in program.operations if isinstance(each, Switch)}
+
+
 def segments(program: Program) -> list[Segment]:
     """List the segments of a program: it has one more than switches to another number of ranks."""
     switches = [
