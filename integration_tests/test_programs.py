@@ -47,13 +47,20 @@ def test_many_programs_are_right(worlds: Any, strategy: str, size: int) -> None:
     assert count < 400 or refused <= MOST_REFUSED.get(strategy, 0.1)
 
 
-def check(worlds: Any, strategy: str, size: int, count: int, seed: int) -> float:
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("strategy", [strategy for strategy in EVERY_RUN if strategy not in ("single", "tp")])
+def test_programs_go_on_with_other_numbers_of_ranks(worlds: Any, strategy: str) -> None:
+    check(worlds, strategy, 2, 50, seed=50_000, sizes=(1, 2, 3, 4))
+
+
+def check(worlds: Any, strategy: str, size: int, count: int, seed: int, sizes: tuple[int, ...] = ()) -> float:
     """Run programs, of which none may show a defect, no rank may keep memory, and a third at most may be refused.
 
     Returns:
         The share of those that were.
     """
-    report = campaign(strategy, count=count, seed=seed, world_size=size, worlds=worlds)
+    report = campaign(strategy, count=count, seed=seed, world_size=size, sizes=sizes, worlds=worlds)
     assert report.defect is None, f"{report.defect.judgement.text}\n{report.defect.script}"
     assert not report.grows, f"a rank keeps {report.growth} bytes of each program"
     refused = report.verdicts["refused"] / report.count
