@@ -63,6 +63,24 @@ class RunningCall:
         return True
 
 
+def is_being_called(module: nn.Module) -> bool:
+    """Check whether a call of a module is under way in this thread, of a compiled one, too, of which hooks cannot tell.
+
+    Example:
+        >>> layer = nn.ReLU()
+        >>> handle = layer.register_forward_pre_hook(lambda layer, args: print(is_being_called(layer)))
+        >>> is_being_called(layer), layer(torch.ones(1))
+        True
+        (False, tensor([1.]))
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == nn.Module.__call__.__name__ and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class ForwardContexts:
     """Enters a context before each forward of a module and leaves it afterwards, whatever ends the forward.
 

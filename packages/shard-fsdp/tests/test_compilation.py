@@ -109,3 +109,48 @@ def test_a_model_without_blocks_is_compiled_whole(worlds: Any) -> None:
 def test_what_compile_cannot_be_gets_a_sentence(value: Any) -> None:
     with pytest.raises(InvalidOption, match=r"compile is .*; give True, False, or arguments of torch.compile"):
         get_strategy("fsdp", compile=value)
+
+
+@torch.compiler.disable
+def in_python(layer: nn.Module, x: torch.Tensor) -> Any:
+    return layer(x)
+
+
+class Left(nn.Module):
+    """Layers of which torch's compiler may leave the first to Python."""
+
+    def __init__(self, left: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.left = left
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(torch.tanh(in_python(self.first, x) if self.left else self.first(x)))
+
+
+def loss_of_two_forwards(left_on: tuple[int, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.compiler.reset()
+    with get_strategy("fsdp", accelerator="cpu") as strategy:
+        model = Left(strategy.global_rank in left_on)
+        model.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        losses = []
+        for step in range(3):
+            x = torch.ones(2, 6) * (step + strategy.global_rank)
+            loss = model(x).square().mean() + model(x + 1).square().mean()
+            strategy.backward(loss, model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses, strategy.module_state_dict(model)
+
+
+@pytest.mark.parametrize("left_on", [(0, 1), (0,)], ids=["everywhere", "on one rank"])
+def test_what_the_compiler_leaves_to_python_is_inside_the_forward(worlds: Any, left_on: tuple[int, ...]) -> None:
+    found, true = (worlds(2).run(loss_of_two_forwards, where, timeout=60) for where in (left_on, ()))
+    for (losses, weights), (plain_losses, plain_weights) in zip(found, true, strict=True):
+        assert losses == pytest.approx(plain_losses, rel=1e-5)
+        for name, each in plain_weights.items():
+            torch.testing.assert_close(weights[name], each)

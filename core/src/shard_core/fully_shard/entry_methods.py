@@ -22,7 +22,7 @@ from shard_core._versions import (
     running_backward,
     tree_leaves,
 )
-from shard_core.forward_calls import RunningCall, leave_alone, without_inference_mode
+from shard_core.forward_calls import RunningCall, is_being_called, leave_alone, without_inference_mode
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.object_outputs import Shown
 from shard_core.fully_shard.second_derivatives import SecondDerivatives
@@ -175,6 +175,9 @@ class EntryMethods:
             self.end_abandoned(RunningCall())
         # Activation checkpointing calls again in backward what has run before.
         if self._inside is not None or in_backward():
+            return
+        # What the compiler leaves to Python stands inside what it runs, and may be left so on some ranks alone.
+        if self._compiled_runs and part is not self._module and is_being_called(self._module):
             return
         self._before_forward()
         stale = self._free_stale()
