@@ -142,6 +142,7 @@ LEFT_OUT = (
     "a step with gradients that were made infinite: all that follows would be no number",
     "clipping, a gradient scaler, weight decay, fused kernels and all optimizers but SGD without momentum and Adagrad "
     "where gradients are sparse: torch has no kernels for most of that",
+    "sparse gradients changed through their data, which torch copies first",
     "precision 16-true, and on devices other than the CPU all but 32-true",
     "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
     "one outside: the contract refuses them",
