@@ -147,7 +147,9 @@ def loss_of_two_forwards(left_on: tuple[int, ...]) -> tuple[list[float], dict[st
         return losses, strategy.module_state_dict(model)
 
 
-@pytest.mark.parametrize("left_on", [(0, 1), (0,)], ids=["everywhere", "on one rank"])
+@pytest.mark.parametrize(
+    "left_on", [pytest.param((0, 1), id="everywhere", marks=pytest.mark.long), pytest.param((0,), id="on one rank")]
+)
 def test_what_the_compiler_leaves_to_python_is_inside_the_forward(worlds: Any, left_on: tuple[int, ...]) -> None:
     found, true = (worlds(2).run(loss_of_two_forwards, where, timeout=60) for where in (left_on, ()))
     for (losses, weights), (plain_losses, plain_weights) in zip(found, true, strict=True):
