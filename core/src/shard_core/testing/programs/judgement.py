@@ -51,6 +51,7 @@ _SEEDS = (ops.Seed, ops.Load, ops.Switch, ops.Fail)
 _SETS: dict[str, tuple[type[Any], ...]] = {
     "rates": (ops.ChangeLearningRate, ops.StepScheduler),
     "weights": (ops.EditWeights, ops.Initialize, ops.LoadStateDict),
+    "factor": (ops.Backward, ops.Forward),  # a gradient scaler's changes when the next backward begins
 }
 """What sets values without showing them, or may."""
 
