@@ -104,7 +104,8 @@ def _proposed(
     if chance.random() < 0.5:
         return _ordinary(program, number, mine, card, chance)
     name = chance.choice(names)
-    switch = ops.Switch(strategy=name, same=name == program.strategy and chance.random() < 0.5)
+    same, blocking = name == program.strategy and chance.random() < 0.5, program.seed % 2 == 0
+    switch = ops.Switch(strategy=name, same=same, blocking=blocking)
     resumed = ops.Switch(strategy=name, resumed=True)
     proposals = [*_odd(program, number, mine, card, chance), switch, *[resumed] * 2]
     proposals += [ops.Switch(strategy=name, world_size=chance.choice(sizes))] * 4 if sizes else []

@@ -318,12 +318,14 @@ class Switch:
         world_size: On how many ranks, where these are not as many as before.
         same: Whether the strategy's object is set up again, instead of another made.
         resumed: Whether nothing is saved, and what goes on is the last checkpoint, as after a run that was ended.
+        blocking: Whether the save is complete before the strategy is told to end, which waits for it anyway.
     """
 
     strategy: str
     world_size: int = 0
     same: bool = False
     resumed: bool = False
+    blocking: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -217,9 +217,8 @@ def _(operation: ops.Seed, *_: object) -> Lines:
 @statements.register(ops.Save)
 def _(operation: ops.Save, program: Program, number: int, *_: object) -> Lines:
     more = "" if operation.blocking else ", blocking=False"
-    return [
-        f"saving = strategy.save_checkpoint(f'{{folder}}/saved-{number}', {_states(everything(program))}{more})"
-    ], []
+    path = f"f'{{folder}}/saved-{number}'"
+    return [f"saving = strategy.save_checkpoint({path}, {_states(everything(program))}{more})"], []
 
 
 @statements.register(ops.Load)
@@ -263,9 +262,9 @@ def _(operation: ops.LoadWeights, program: Program, *_: object) -> Lines:
 @statements.register(ops.Switch)
 def _(operation: ops.Switch, program: Program, number: int, saved: str) -> Lines:
     folder, states = saved if operation.resumed else f"switch-{number}", _states(everything(program))
-    path = f"f'{{folder}}/{folder}'"
+    path, more = f"f'{{folder}}/{folder}'", "" if operation.blocking else ", blocking=False"
     return [
-        *([] if operation.resumed else [f"strategy.save_checkpoint({path}, {states})"]),
+        *([] if operation.resumed else [f"strategy.save_checkpoint({path}, {states}{more})"]),
         "strategy.teardown()",
         *([] if operation.same else [f"strategy = {strategy_of(program, operation.strategy)}"]),
         "strategy.setup_environment()",
