@@ -44,7 +44,8 @@ def test_programs_are_right(worlds: Any, strategy: str) -> None:
 def test_many_programs_are_right(worlds: Any, strategy: str, size: int) -> None:
     count = max(10 * EVERY_RUN[strategy], 400) if size == 2 else 30
     refused = check(worlds, strategy, size, count, seed=10_000 * size)
-    assert count < 400 or refused <= MOST_REFUSED.get(strategy, 0.1)
+    most = MOST_REFUSED.get(strategy, 0.1)
+    assert refused <= (most if count >= 400 else max(0.15, 2 * most - 0.05))  # of few programs chance refuses more
 
 
 @pytest.mark.long

@@ -56,6 +56,15 @@ def test_a_script_runs_on_the_numbers_of_ranks_that_it_says(tmp_path):
         subprocess.run([sys.executable, "-m", "shard_core", *words], cwd=tmp_path, check=True, timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "option"), [("hsdp", "device_mesh=('auto', 2)"), ("tp", "tensor_parallel_size=2")]
+)
+def test_four_ranks_are_two_times_two(strategy, option):
+    for seed in range(10):
+        assert f"get_strategy({strategy!r}" in script_of(draw(seed, strategy, world_size=4))
+        assert option in script_of(draw(seed, strategy, world_size=4))
+
+
 def test_a_model_without_parts_compiles():
     compile(script_of(dataclasses.replace(draw(0, "ddp"), models=(ModelSpec(parts=()),))), "script", "exec")
 

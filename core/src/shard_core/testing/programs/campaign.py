@@ -322,7 +322,7 @@ def _programs(kept: dict[str, Program], seeds: range, drawn: Callable[[int], Pro
 
 def _is_possible(program: Program) -> bool:
     """Check that all strategies that a kept program names are installed."""
-    return strategies_of(program) <= {each.name for each in plugins.installed()}
+    return strategies_of(program) <= {each.name for each in plugins.installed() if each.problem is None}
 
 
 def _as_kept(name: str, judgement: Judgement) -> Judgement:

@@ -226,4 +226,6 @@ def splits_layers(card: StrategyInfo) -> bool:
 def options_for(strategy: str, options: Sequence[str]) -> list[str]:
     """Pick from a program's options those that a strategy has: it may go on under one that has others."""
     known = offered(strategy)
+    names = {option.partition("=")[0] for option in known}
+    known += [option for name, option in SQUARE.items() if name in names]
     return [option for option in options if option in known]
