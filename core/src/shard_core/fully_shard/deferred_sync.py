@@ -261,15 +261,19 @@ class DeferredGradients:
             del self._shown[name]
         return not self.touched
 
-    def show_again(self) -> bool:
+    def show_again(self, module: nn.Module) -> bool:
         """Show what a backward has left waiting, since its loss came through other modules.
+
+        Args:
+            module: The one whose parameters these are.
 
         Returns:
             Whether something waited before and does so no longer.
         """
         hidden, self._hidden = self._hidden, {}
         left = all(self._is_left(name, shown) for name, shown in hidden.items())
-        if hidden and left:
+        # Of a module that no loss has reached in any micro-batch nothing waits, however often zeros were shown.
+        if hidden and left and any(map(deferred_shards, sharded_parts(module))):
             self.show()
         return not left
 

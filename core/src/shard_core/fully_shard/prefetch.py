@@ -75,7 +75,9 @@ class _GatheredAhead:
             gathered = cast("FSDPModule", unit)
             gathered.unshard()  # it is on its way, and torch would go on with that
             gathered.reshard()
-        self._coming |= {each: _changes(each) for each in self._ahead.get(unit, ()) if not is_gathered(each)}
+        for each in self._ahead.get(unit, ()):
+            if not is_gathered(each):
+                self._coming.setdefault(each, _changes(each))  # what no forward has come to is not gathered again
 
 
 def _changes(part: object) -> list[int | None]:

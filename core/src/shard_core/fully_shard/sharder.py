@@ -221,7 +221,7 @@ class FullySharder:
         for sharded, gradients in self._gradients.items():
             if sharded in self._deferring:
                 gradients.show()
-            elif gradients.show_again():
+            elif gradients.show_again(sharded):
                 came_through.add(sharded)
         self._check_left()
         self._end_second_derivatives()

@@ -23,7 +23,7 @@ THROUGH = dataclasses.replace(BACKWARD, how="through")
 
 @pytest.fixture(scope="module")
 def drawn():
-    return [draw(seed, "ddp", others=("fsdp",)) for seed in range(300)]
+    return [draw(seed, "ddp", others=("fsdp",)) for seed in range(500)]
 
 
 def kinds_of(program):

@@ -12,7 +12,7 @@ from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.frame import draw_frame, possible
 from shard_core.testing.programs.program import optimizers_over
 from shard_core.testing.programs.settings import WHOLE, splits_layers
-from shard_core.testing.programs.situation import Situation
+from shard_core.testing.programs.situation import MEANS, Situation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,8 +31,6 @@ _ZEROED = 0.2
 """How many backwards there are whose gradients of before are zeroed after their forward."""
 _OVERFLOWS = 0.05
 """How many steps are thrown away, since their gradients have no finite norm."""
-_MEANS = ("contrastive", "penalty", "by hand")
-"""Backwards of losses that are means over rows."""
 
 
 def legal(program: Program) -> bool:
@@ -127,12 +125,12 @@ def _ordinary(
         found += [
             ops.ClipNorm(optimizer=which, max_norm=bound, norm_type=chance.choice(_norms(card))) for which in mine
         ]
-    skipped = chance.random() < 0.1
+    skipped = chance.random() < 0.15
     found += [] if skipped else [ops.Step(optimizer=which) for which in mine]
     found += [ops.UpdateAverage()] if program.averaged and number == 0 else []
     found += [ops.StepScheduler(optimizer=which) for which in mine if program.optimizers[which].scheduled]
     if chance.random() < 0.85:
-        none = chance.random() < 0.7
+        none = chance.random() < (0.5 if skipped else 0.7)
         by_module = ops.ZeroGrad(of_module=True, which=number, set_to_none=none)
         by_optimizers = [ops.ZeroGrad(which=which, set_to_none=none) for which in mine]
         found += [by_module] if chance.random() < 0.4 else by_optimizers
@@ -147,13 +145,14 @@ def _norms(card: StrategyInfo) -> list[float]:
 def _backward(program: Program, number: int, card: StrategyInfo, chance: random.Random) -> Operation:
     kinds = ["plain"] * 5 + ["accumulated"] * 2 + ["two_forwards", "crossed", "retain_graph", "gradient", "eval"]
     kinds += ["frozen"] * (chance.random() < 0.2) + ["penalty"] * (chance.random() < 0.4)
-    kinds += ["by hand"] * (chance.random() < 0.08)
+    kinds += ["by hand"] * (chance.random() < 0.08) + ["squares"] * (chance.random() < 0.4)
     kinds += ["method"] * (Capability.ENTRY_METHODS in card.capabilities)
     kinds += ["contrastive"] * (Capability.SYNC_GRADS in card.capabilities)
     kinds += ["through", "through", "detached", "detached"] * (len(program.models) == 2)
     how = chance.choice(kinds)
     number = 1 if how == "detached" else number
-    denominator = chance.random() < 0.3 and Capability.DENOMINATOR in card.capabilities and how not in _MEANS
+    often = 0.7 if program.seed % 3 == 0 else 0.15  # who gives denominators gives them to several backwards
+    denominator = chance.random() < often and Capability.DENOMINATOR in card.capabilities and how not in MEANS
     rows = [chance.randint(2, 4)] * program.world_size
     if how != "contrastive" and chance.random() < (0.6 if denominator else 0.2):
         least = 2 if any("batch_norm" in model.parts for model in program.models) else 0 if denominator else 1
@@ -162,6 +161,7 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
     key = chance.randrange(10**6)
     # Of a key, and not of what else is drawn: as most loops are written that have one optimizer.
     how = ("zeroed", "cleared")[key % 2] if how == "plain" and random.Random(key).random() < _ZEROED else how
+    extra = "extra" in program.models[number].parts and chance.random() < 0.5
     return ops.Backward(
         module=number,
         key=key,
@@ -169,7 +169,7 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         how=how,
         denominator=denominator,
         deferred=how != "accumulated" and chance.random() < 0.25,
-        extra="extra" in program.models[number].parts and chance.random() < 0.5,
+        extra=extra,
     )
 
 
@@ -218,6 +218,8 @@ def _odd(
         *[ops.AddGroup(optimizer=which, rate=chance.choice([0.01, 0.1]), decay=chance.choice([0.0, 0.1]))] * 3,
         ops.StepScheduler(optimizer=which),
         ops.Freeze(module=number, part=chance.choice(parts or ["none"]), trained=chance.random() < 0.5),
+        # Training a part that setup saw frozen is what fine-tuning does between two phases.
+        *[ops.Freeze(module=number, part="frozen", trained=True)] * (4 if "frozen" in parts else 0),
         *[ops.HookGradients(module=number, part=chance.choice(program.models[number].parts))] * on_cpu,
         *[ops.Initialize(module=number, which=chance.randrange(50), shown=chance.random() < 0.4)] * on_cpu,
         ops.ShowWeights(),
@@ -227,7 +229,7 @@ def _odd(
         ops.ReloadOptimizer(optimizer=which),
         ops.Reduce(key=key, how=chance.choice(ops.WAYS[ops.Reduce])),
         ops.Seed(seed=chance.randrange(1000)),
-        ops.Save(blocking=chance.random() < 0.6),
+        *[ops.Save(blocking=chance.random() < 0.6)] * 2,
         *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 6,
         ops.Fail(how=chance.choice(ops.WAYS[ops.Fail])),
         ops.SavePretrained(module=number),

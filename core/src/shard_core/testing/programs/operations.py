@@ -24,9 +24,9 @@ class Backward:
             ``"frozen"``: the layer on top is frozen before the backward, and trained again after it; ``"eval"``: of a
             module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients;
             ``"zeroed"`` and ``"cleared"``: between the two, optimizers or the module zero the gradients of before;
-            ``"detached"``: of the second module, on the first one's output without its gradients;
-            ``"by hand"``: by ``loss.backward()``, which a strategy may refuse; ``"accumulated"``: of ``MICRO_BATCHES``,
-            of which the last is sent.
+            ``"detached"``: of the second module, on the first one's output without its gradients; ``"squares"``: then
+            one of each trained parameter's squares; ``"by hand"``: by ``loss.backward()``, which a strategy may refuse;
+            ``"accumulated"``: of ``MICRO_BATCHES``, of which the last is sent.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is.
@@ -385,7 +385,7 @@ TOUCHES: dict[str, tuple[type[Any], ...]] = {
 WAYS: dict[type[Any], tuple[str, ...]] = {
     Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
-        "eval", "penalty", "by hand", "accumulated", "zeroed", "cleared", "detached",
+        "eval", "penalty", "by hand", "accumulated", "zeroed", "cleared", "detached", "squares",
     ),
     Forward: (
         "train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted", "failed", "failed evaluation",

@@ -7,6 +7,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
+from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import legal
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _PLAIN: dict[str, Any] = {
     "without": "",
     "kind": "sgd",
 }
+#: What a backward does.
+_PLAIN_BACKWARD: dict[str, Any] = {"how": "plain", "denominator": False, "deferred": False, "extra": False}
 
 
 def shrink(
@@ -86,7 +89,7 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def _plainer(program: Program) -> Iterator[Program]:
-    """List what has one option less, of the strategy or of an optimizer."""
+    """List what has one option less, of the strategy, an optimizer or a backward."""
     if program.precision != "32-true":
         yield dataclasses.replace(program, precision="32-true")
     for option in program.options:
@@ -105,6 +108,12 @@ def _plainer(program: Program) -> Iterator[Program]:
                 optimizers = list(program.optimizers)
                 optimizers[number] = dataclasses.replace(spec, **{field: value})
                 yield dataclasses.replace(program, optimizers=tuple(optimizers))
+    for place, operation in enumerate(program.operations):
+        for field, plain in _PLAIN_BACKWARD.items() if isinstance(operation, ops.Backward) else ():
+            if getattr(operation, field) != plain:
+                operations = list(program.operations)
+                operations[place] = dataclasses.replace(operation, **{field: plain})
+                yield dataclasses.replace(program, operations=tuple(operations))
 
 
 def _with_model(program: Program, number: int, **changes: Any) -> Program:

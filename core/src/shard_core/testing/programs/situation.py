@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
     from shard_core.testing.programs.program import Program
 
+MEANS = ("contrastive", "penalty", "by hand", "squares")
+"""Backwards of losses that are no sums over rows."""
+
 
 @dataclasses.dataclass
 class _Module:
@@ -156,9 +159,10 @@ class Situation:
                 known = {"sparse", "empty"}.isdisjoint(self._program.models[number].parts) and not self._ignores
             case ops.Backward(how="retain_graph"):
                 known = not self._program.compiled
-            case ops.Backward(how="penalty"):
-                once = not set(SLOPE_ONCE).isdisjoint(self._program.models[number].parts)
-                known = not (once or self._program.compiled) and self._program.precision in EXACT
+            case ops.Backward(how="penalty" | "squares" as how):
+                lacking, graphs = (SLOPE_ONCE, not self._program.compiled) if how == "penalty" else (("sparse",), True)
+                known = graphs and set(lacking).isdisjoint(self._program.models[number].parts)
+                known = known and self._program.precision in EXACT
             case ops.Backward(how="by hand"):
                 known = not self._scaled
             case ops.Backward(how="two_forwards" | "crossed" | "contrastive"):
@@ -200,7 +204,7 @@ class Situation:
         else:
             stepped = {spec.module for spec in self._program.optimizers}
             lacks = any(self._lacks_of(each) or each not in stepped for each in reached)
-            possible = operation.how not in ("gradient", "contrastive", "penalty", "by hand") and not lacks
+            possible = operation.how not in ("gradient", *MEANS) and not lacks
         return possible and all(each.denominator in (None, operation.denominator) for each in pending)
 
     def _is_alone(self, number: int) -> bool:

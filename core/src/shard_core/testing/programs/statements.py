@@ -286,29 +286,30 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     other, second = f"other = {_batch(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"
     backward, shown = f"strategy.backward(loss, {name}{counted})", ["loss=loss"]
     match operation.how:
-        case "plain" | "by hand" | "zeroed" | "cleared":
+        case "plain" | "by hand" | "zeroed" | "cleared" | "squares":
             mine = [OPTIMIZERS[each] for each in optimizers_over(program, operation.module)]
             owners = {"zeroed": mine, "cleared": [name]}.get(operation.how, [])
             zeroed = [f"{each}.zero_grad()" for each in owners]
-            lines += [loss, *zeroed, "loss.backward()" if operation.how == "by hand" else backward]
+            trained = f"(each for each in {name}.parameters() if each.requires_grad)"
+            squares = [f"for each in {trained}:", f"    strategy.backward(0.01 * each.square().sum(), {name})"]
+            squares = squares if operation.how == "squares" else []
+            lines += [loss, *zeroed, "loss.backward()" if operation.how == "by hand" else backward, *squares]
         case "accumulated":
             lines = [f"for micro in range({ops.MICRO_BATCHES}):"]
             lines += [f"    given = {_batch(program, f'{operation.key} + micro', operation.rows)}"]
             lines += [f"    with strategy.no_backward_sync({name}, enabled=micro < {ops.MICRO_BATCHES - 1}):"]
             lines += [f"        {loss}", f"        {backward}"]
         case "retain_graph":
-            lines += [loss, f"strategy.backward(loss, {name}{counted}, retain_graph=True)"]
-            lines += [f"strategy.backward(0.5 * loss, {name}{counted})"]
+            lines += [loss, f"{backward[:-1]}, retain_graph=True)", backward.replace("loss", "0.5 * loss")]
         case "two_forwards":
-            lines += [other, f"{loss} + loss_of({second}, other{reduction})"]
-            lines += [backward]
+            lines += [other, f"{loss} + loss_of({second}, other{reduction})", backward]
         case "crossed":
             lines += [loss, other, f"later = loss_of({second}, other{reduction})"]
             lines += [f"strategy.backward({each}, {name}{counted})" for each in ("later", "loss")]
             shown += ["later=later"]
         case "gradient":
-            lines += [f"output = tensors_of({name}(given{extra}))[0]"]
-            lines += [f"strategy.backward(output, {name}, gradient=0.1 * given.targets.to(output))"]
+            line = f"strategy.backward(output, {name}, gradient=0.1 * given.targets.to(output))"
+            lines += [f"output = tensors_of({name}(given{extra}))[0]", line]
             shown = ["loss=output.sum()"]
         case "contrastive":
             lines += [
@@ -325,11 +326,10 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
         case "penalty":
             lines += [
                 "given.inputs.requires_grad_()",
-                f"output = {name}(given{extra})",
-                "summed = tensors_of(output)[0].sum()",
-                "(slope,) = torch.autograd.grad(summed, given.inputs, create_graph=True)",
-                "loss = loss_of(output, given) + slope.square().mean()",
-                f"strategy.backward(loss, {name})",
+                loss,
+                "(slope,) = torch.autograd.grad(loss, given.inputs, create_graph=True)",
+                "loss = loss + slope.square().mean()",
+                backward,
             ]
         case "through" | "detached":
             fed = f"fed_back(given, {MODULES[0]}(given){', detached=True' * (operation.how == 'detached')})"

@@ -178,11 +178,13 @@ class _Weighed(Linear):
 
 
 class _Clamped(Linear):
-    """A layer whose forward writes to its weight before it computes with it."""
+    """A layer whose forward writes to its weight before it computes with it, in training something else each time."""
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.layer.weight.clamp_(-0.25, 0.25)
+            if self.training:
+                self.layer.weight.mul_(0.98)
         return super().forward(hidden, tokens)
 
 

@@ -171,13 +171,10 @@ class Oracle(PlainRun):
     def _(self, operation: ops.Initialize) -> Values:
         """Draw on every rank, and keep what the first one draws."""
         parameters = list(self.models[operation.module].parameters())
-        drawn = parameters[operation.which % len(parameters)]
-
-        def draw(rank: int) -> Values:
-            torch.nn.init.normal_(drawn if rank == 0 else drawn.detach().clone(), std=0.3)
-            return {}
-
-        self._each(draw)
+        parameter = parameters[operation.which % len(parameters)]
+        drawn = self._each(lambda _: {"values": torch.nn.init.normal_(parameter.detach().clone(), std=0.3)})
+        with torch.no_grad():
+            parameter.copy_(drawn[0]["values"])
         return self.state() if operation.shown else {}
 
     @_on_all.register(ops.UpdateAverage)
@@ -274,17 +271,14 @@ class Oracle(PlainRun):
         def forward(which: Batch) -> torch.Tensor:
             return loss_of(self._run(module, which, rank, extra=operation.extra), which, reduction)
 
+        if operation.how == "crossed":
+            loss, later = forward(given), forward(batch(operation.key + 1, rank, rows))
+            self._add(later)
+            self._add(loss)
+            return {"loss": loss.detach(), "later": later.detach()}
         match operation.how:
-            case "two_forwards" | "crossed":
-                loss = forward(given)
-                later = forward(batch(operation.key + 1, rank, rows))
-                if operation.how == "two_forwards":
-                    loss = loss + later
-                    self._add(loss)
-                    return {"loss": loss.detach()}
-                self._add(later)
-                self._add(loss)
-                return {"loss": loss.detach(), "later": later.detach()}
+            case "two_forwards":
+                loss = forward(given) + forward(batch(operation.key + 1, rank, rows))
             case "accumulated":
                 for micro in range(1, ops.MICRO_BATCHES):
                     self._add(forward(given))
@@ -302,11 +296,12 @@ class Oracle(PlainRun):
                 loss = score.sum() if operation.denominator else score.mean()
             case "penalty":
                 inputs = given.inputs.to(input_dtype(self._program.precision)).requires_grad_()
-                output = self._run(module, given._replace(inputs=inputs), rank, extra=operation.extra)
-                (slope,) = torch.autograd.grad(tensors_of(output)[0].sum(), inputs, create_graph=True)
-                loss = loss_of(output, given) + slope.square().mean()
+                loss = forward(given._replace(inputs=inputs))
+                (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+                loss = loss + slope.square().mean()
             case _:
                 loss = forward(given)
+                self._add_squares(module, operation.how == "squares")
         if operation.how == "retain_graph":
             self._add(loss, retain_graph=True)
             self._add(0.5 * loss)
@@ -318,6 +313,11 @@ class Oracle(PlainRun):
             self._add(loss)
         self.models[module].train()
         return {"loss": loss.detach()}
+
+    def _add_squares(self, module: int, wanted: bool) -> None:
+        for parameter in self.models[module].parameters() if wanted else ():
+            if parameter.requires_grad:
+                self._add(0.01 * parameter.square().sum())
 
     def _contrasted(self, operation: ops.Backward) -> list[Values]:
         """Play a loss of each rank in which all ranks' outputs are, with the gradients of all losses for each."""

@@ -171,7 +171,12 @@ class PlainRun:
         self, turn: Callable[[int], Values], together: Callable[[list[Values]], Values] | None = None
     ) -> list[Values]:
         shown = []
+        written = [each for model in self.models for name, each in model.named_parameters() if ".clamped." in name]
+        before = [each.detach().clone() for each in written]
         for rank in self._ranks:
+            with torch.no_grad():  # a forward writes to them, on each rank as on the first
+                for parameter, values in zip(written, before, strict=True):
+                    parameter.copy_(values)
             for number, buffers in enumerate(self._buffers[rank]):
                 self._fill(number, buffers)
             torch.set_rng_state(self.generators[rank])
