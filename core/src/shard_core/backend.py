@@ -24,13 +24,12 @@ from shard_core.forward_calls import ForwardContexts, NoInferenceMode, RunningCa
 from shard_core.fully_shard.entry_methods import EntryMethods
 from shard_core.fully_shard.ignored import ignored_parameters
 from shard_core.fully_shard.offload import offload_policy
-from shard_core.fully_shard.policy import chosen_by
+from shard_core.fully_shard.policy import ManualUnits, chosen_by
 from shard_core.fully_shard.precision import precision_of, wire_policy
 from shard_core.fully_shard.prefetch import set_prefetching
 from shard_core.fully_shard.second_derivatives import on_created_graph
 from shard_core.fully_shard.sharder import FullySharder
 from shard_core.fully_shard.units import Unit, find_units, groups_that_part, unit_sizes, with_chosen
-from shard_core.fully_shard.wrapping import ManualUnits
 from shard_core.gradients import (
     LocalGradient,
     all_finite,
