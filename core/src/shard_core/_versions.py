@@ -231,10 +231,10 @@ def running_backward() -> int | None:
     return None if number == -1 else number
 
 
-def at_backward_end(call: Callable[[], object]) -> None:
-    """Have a function called at the end of the backward that runs, after what torch does there, if it comes to it."""
+def at_backward_end(call: Callable[[], object], *, first: bool = False) -> None:
+    """Have a function called at the end of a backward, if it comes to it, after what torch does there, or ``first``."""
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(call))
+    queue(call if first else lambda: queue(call))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

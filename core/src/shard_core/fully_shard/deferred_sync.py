@@ -26,6 +26,7 @@ from shard_core.fully_shard.units import sharded_parts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shard_core.collectives.interface import Collectives
     from shard_core.fully_shard.units import Unit
 
 
@@ -39,13 +40,15 @@ class DeferredSync:
     Args:
         module: A module that was sharded.
         units: Its units, without the root's.
+        collectives: Of all ranks, which refuse together.
 
     Attributes:
         deferred: Whether the reduction of gradients is deferred just now.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit], collectives: Collectives) -> None:
         self.deferred = False
+        self._collectives = collectives
         self._groups = [_Group(repr(unit.names[0]), unit.modules[0]) for unit in units]
         self._groups.append(_Group("the root unit", module))
 
@@ -68,8 +71,9 @@ class DeferredSync:
         Raises:
             SetupError: If it was.
         """
-        refusals = [refusal for group in self._groups if (refusal := group.refusal(self.deferred, named)) is not None]
-        if refusals:
+        mine = [refusal for group in self._groups if (refusal := group.refusal(self.deferred, named)) is not None]
+        if self._collectives.any_true(bool(mine)):  # the losses of some ranks may have reached what others' have not
+            refusals = [each for rank in self._collectives.gather_objects(mine) for each in rank]
             self.forget()
             raise SetupError(f"{refusals[0]}; pass defer_sync='all', or leave no_backward_sync out.")
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from shard_core.fully_shard.forward_writes import ForwardWrites
+    from shard_core.fully_shard.uneven_calls import UnevenCalls
     from shard_core.fully_shard.units import Unit
 
 #: The forward method that is set on units, to run their hooks when a part of them has run.
@@ -64,10 +65,10 @@ class EntryMethods:
     Args:
         module: A module that was sharded.
         units: Its units, inner ones before those around them.
-        before_forward: What is called before each such call, or the module's own.
-        before_backward: What is called once in each backward that comes to what such a call, or the module's own, has
-            returned.
+        told: What is called before each such call, or the module's own, and once in each backward that comes to what
+            one of them has returned.
         writes: Takes what such calls write to weights.
+        uneven: Compares what ranks call.
 
     Attributes:
         second_derivatives: What notices graphs of gradients.
@@ -77,15 +78,16 @@ class EntryMethods:
         self,
         module: torch.nn.Module,
         units: Sequence[Unit],
-        before_forward: Callable[[], None],
-        before_backward: Callable[[], None],
+        told: tuple[Callable[[], None], Callable[[], None]],
         writes: ForwardWrites,
+        uneven: UnevenCalls,
     ) -> None:
         self.second_derivatives = SecondDerivatives(module)
         self._module = module
-        self._before_forward = before_forward
+        self._before_forward, before_backward = told
         self._before_backward = _OnceABackward(before_backward)
         self._writes = writes
+        self._uneven = uneven
         self._unit_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = dict.fromkeys(module.modules(), (module,))
         for unit in reversed(units):
             self._unit_of.update({part: unit.modules for each in unit.modules for part in each.modules()})
@@ -162,7 +164,7 @@ class EntryMethods:
 
     def _begin_compiled(self) -> None:
         self.end_unfinished()
-        self._compiled_runs = True
+        self._compiled_runs, self._uneven.compares = True, False
         self._free_stale()
 
     def _enter(self, part: torch.nn.Module, args: Any) -> None:
@@ -174,11 +176,15 @@ class EntryMethods:
         if self._inside is not None and part in (self._module, self._inside.part):
             self.end_abandoned(RunningCall())
         # Activation checkpointing calls again in backward what has run before.
-        if self._inside is not None or in_backward():
+        if in_backward():
+            return
+        if self._inside is not None:
+            self._uneven.enter(part)
             return
         # What the compiler leaves to Python stands inside what it runs, and may be left so on some ranks alone.
         if self._compiled_runs and part is not self._module and is_being_called(self._module):
             return
+        self._uneven.begin(part)
         self._before_forward()
         stale = self._free_stale()
         leave = part.register_forward_hook(self._leave, always_call=True)
@@ -213,7 +219,10 @@ class EntryMethods:
 
     def _leave(self, part: torch.nn.Module, args: Any, output: Any) -> Any:
         del args
+        ended = output is not None or sys.exc_info()[0] is None  # as torch calls hooks that it always calls
         try:
+            if ended:
+                self._uneven.agree(part, ends=True)
             unit = self._unit_of[part]
             if part is not self._module and part not in unit:  # else its own hooks do
                 self._writes.end(unit[0], part)
@@ -230,7 +239,7 @@ class EntryMethods:
         finally:
             assert self._inside is not None
             self._end(self._inside)
-            if output is None and sys.exc_info()[0] is not None:  # as torch calls hooks that it always calls
+            if not ended:
                 self._end_failed()
             elif part is self._module and not torch.is_grad_enabled():
                 reshard(part)

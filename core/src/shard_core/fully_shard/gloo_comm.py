@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from shard_core.errors import SetupError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
@@ -116,6 +118,7 @@ class PairwiseScatter(_HeapAllocator):
             work: dist.Work | None = _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
             return work
         size, rank = group.size(), group.rank()
+        _check_alike(input_tensor, group)
         parts = input_tensor.view(size, output_tensor.numel())
         width = min(max(_CHUNK_BYTES // (size * output_tensor.element_size()), 1), output_tensor.numel())
         room = output_tensor.new_empty(size, width)
@@ -133,6 +136,18 @@ class PairwiseScatter(_HeapAllocator):
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(size)
         return None
+
+
+def _check_alike(message: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Check that all ranks have messages of one length: gloo ends the process of who receives another."""
+    lengths = torch.empty(group.size(), dtype=torch.int64)
+    _gather(lengths, torch.tensor([message.numel()]), group=group)
+    if int(lengths.min()) != int(lengths.max()):
+        raise SetupError(
+            "the losses of some ranks have used parameters of a unit that those of others have not, and this strategy "
+            "sends gradients of several parameters as one message: let every rank's loss use them, were it times zero, "
+            "make a unit of what only some ranks call, or train under 'ddp' with find_unused_parameters=True."
+        )
 
 
 def _swap(given: torch.Tensor, taken: torch.Tensor, group: dist.ProcessGroup) -> None:

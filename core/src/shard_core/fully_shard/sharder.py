@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
@@ -22,9 +22,10 @@ from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
 from shard_core.fully_shard.gradient_hooks import GradientHooks
 from shard_core.fully_shard.named_parameters import list_shards, shard_full_tensors
 from shard_core.fully_shard.object_outputs import shard_unit
+from shard_core.fully_shard.uneven_calls import UnevenCalls, at_end_of
 from shard_core.fully_shard.units import log_units, sharded_parts
 from shard_core.gradients import check_used_alike, is_differentiable, on_gradient
-from shard_core.initialization.materialize import Materializer, unset_parameters
+from shard_core.initialization.materialize import Materializer, refuse_unset
 from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
 from shard_core.parameters import make_contiguous, plain_name
@@ -83,6 +84,7 @@ class FullySharder:
         self._syncs: weakref.WeakKeyDictionary[torch.nn.Module, DeferredSync] = weakref.WeakKeyDictionary()
         self._gradients: weakref.WeakKeyDictionary[torch.nn.Module, DeferredGradients] = weakref.WeakKeyDictionary()
         self._hooks: weakref.WeakKeyDictionary[torch.nn.Module, GradientHooks] = weakref.WeakKeyDictionary()
+        self._uneven: weakref.WeakKeyDictionary[torch.nn.Module, UnevenCalls] = weakref.WeakKeyDictionary()
         self._calls: weakref.WeakKeyDictionary[torch.nn.Module, EntryMethods] = weakref.WeakKeyDictionary()
         self._writes: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWrites] = weakref.WeakKeyDictionary()
         self._deferring: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -154,19 +156,22 @@ class FullySharder:
         names.repoint(optimizers, module)
         values.fill(parameters=not self._leaves_parameters)
         if self._leaves_parameters:
-            self._refuse_unset(module)
+            refuse_unset(module, self._collectives)
         self._replicas[module] = AveragedGradients(_unsharded(module, kept), at_end=True)
         for parameter in filter(is_differentiable, _unsharded(module, kept) if self._mesh.size() > 1 else ()):
             self._handles.append(on_gradient(parameter, self._check_backward))
         if self._deferred == "all_reduce":
-            self._syncs[module] = DeferredSync(module, units)
+            self._syncs[module] = DeferredSync(module, units, self._collectives)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._gradients[module] = DeferredGradients(shards)
         self._hooks[module] = GradientHooks(module)
         self._hooks[module].move(names)
         self._writes[module] = ForwardWrites(module, units, self._mesh)
         follow = functools.partial(self._begin_plain_backward, self._hooks[module])
-        self._calls[module] = EntryMethods(module, units, self._begin_forward, follow, self._writes[module])
+        at_once = self._deferred == "all_reduce"
+        self._uneven[module] = UnevenCalls(module, units, self._mesh, self._collectives, at_once=at_once)
+        told = (self._begin_forward, follow)
+        self._calls[module] = EntryMethods(module, units, told, self._writes[module], self._uneven[module])
         list_shards(module, self._calls[module])
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
@@ -199,21 +204,23 @@ class FullySharder:
                 each.deferred = False
 
     @contextlib.contextmanager
-    def backward(self, module: torch.nn.Module) -> Iterator[None]:
+    def backward(self, module: torch.nn.Module, loss: torch.Tensor) -> Iterator[torch.Tensor]:
         """Run a backward inside, after which no gradient is left out that an earlier one had deferred.
 
         Args:
             module: One that was sharded.
+            loss: What it begins at; the backward of what is yielded is run instead.
 
         Raises:
             SetupError: If a unit ran in an earlier micro-batch and not in this one, or another part of it, if deferred
                 gradients were changed, or if ranks have used different parameters.
         """
+        self._uneven[module].agree(None)
         self._begin_backward()
         self._in_backward = True
         try:
             with self._explained():
-                yield
+                yield at_end_of(loss, self._fill)
             self._send_left()
         finally:
             self._in_backward = False
@@ -232,6 +239,11 @@ class FullySharder:
         if self._mesh.size() > 1:  # else nothing is sent
             sent = [gradients for sharded, gradients in self._gradients.items() if sharded not in self._deferring]
             check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
+
+    def _fill(self) -> None:
+        for sharded, uneven in self._uneven.items():
+            if sharded not in self._deferring or self._deferred == "all_reduce":
+                uneven.fill()
 
     def _begin_forward(self) -> None:
         self._begin_anew()
@@ -322,8 +334,9 @@ class FullySharder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for kept in (self._replicas, self._syncs, self._gradients, self._hooks, self._calls, self._writes):
-            kept.clear()
+        kept = (self._replicas, self._syncs, self._gradients, self._hooks, self._uneven, self._calls, self._writes)
+        for each in kept:
+            each.clear()
         self._recording = None
 
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
@@ -377,22 +390,6 @@ class FullySharder:
             for part in sharded_parts(module):
                 use_gloo_comm(part)
         log_units(module, units, self._mesh)
-
-    def _refuse_unset(self, module: torch.nn.Module) -> None:
-        """Register a check before the first forward that a checkpoint has filled every parameter."""
-
-        def check(called: torch.nn.Module, args: Any) -> None:
-            del args
-            unset = self._collectives.gather_objects(unset_parameters(called))
-            names = sorted({name for names in unset for name in names})
-            if names:
-                raise SetupError(
-                    f"{len(names)} parameters were built with empty_init=True and never filled, first {names[0]!r}; "
-                    "call load_checkpoint() or load_weights() before the first forward."
-                )
-            handle.remove()
-
-        handle = module.register_forward_pre_hook(check, prepend=True)
 
 
 def _unsharded(module: torch.nn.Module, kept: Collection[str]) -> list[torch.nn.Parameter]:

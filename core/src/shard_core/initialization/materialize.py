@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_core.errors import CannotReplay
+from shard_core.errors import CannotReplay, SetupError
 from shard_core.initialization.recording import Recording, is_recorded, recording_of
 from shard_core.parameters import laid_out_like, local_part
+
+if TYPE_CHECKING:
+    from shard_core.collectives.interface import Collectives
 
 
 class Materializer:
@@ -117,6 +120,28 @@ def unset_parameters(module: nn.Module) -> list[str]:
         for name, parameter in module.named_parameters()
         if (local := local_part(parameter)).numel() and bool(local.isnan().all())
     ]
+
+
+def refuse_unset(module: nn.Module, collectives: Collectives) -> None:
+    """Register a check before a module's first forward that a checkpoint has filled every parameter.
+
+    Args:
+        module: A module that was filled with ``parameters=False``.
+        collectives: Of all ranks, which refuse together.
+    """
+
+    def check(called: nn.Module, args: Any) -> None:
+        del args
+        unset = collectives.gather_objects(unset_parameters(called))
+        names = sorted({name for names in unset for name in names})
+        if names:
+            raise SetupError(
+                f"{len(names)} parameters were built with empty_init=True and never filled, first {names[0]!r}; "
+                "call load_checkpoint() or load_weights() before the first forward."
+            )
+        handle.remove()
+
+    handle = module.register_forward_pre_hook(check, prepend=True)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, nn.Module]]:

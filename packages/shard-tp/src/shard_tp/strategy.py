@@ -103,8 +103,8 @@ class TPStrategy(TorchEngine, Strategy):
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
         """Run autograd; what earlier micro-batches deferred must still be there."""
-        with self._sharding.backward(module):
-            super().engine_backward(loss, module, **kwargs)
+        with self._sharding.backward(module, loss) as watched:
+            super().engine_backward(watched, module, **kwargs)
 
     def engine_on_gradient(self, parameter: torch.Tensor, called: Callable[[torch.Tensor], object]) -> RemovableHandle:
         """Listen to backwards whose gradients are deferred, too."""

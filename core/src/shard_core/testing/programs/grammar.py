@@ -11,7 +11,7 @@ from shard_core.capability import Capability
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.frame import draw_frame, possible
 from shard_core.testing.programs.program import optimizers_over
-from shard_core.testing.programs.settings import WHOLE, splits_layers
+from shard_core.testing.programs.settings import WHOLE, runs_alone, splits_layers
 from shard_core.testing.programs.situation import MEANS, Situation
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         denominator=denominator,
         deferred=how != "accumulated" and chance.random() < 0.25,
         extra=extra,
+        alone=extra and runs_alone(program, how) and chance.random() < 0.2,
     )
 
 

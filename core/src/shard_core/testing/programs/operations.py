@@ -29,7 +29,7 @@ class Backward:
             ``"accumulated"``: of ``MICRO_BATCHES``, of which the last is sent.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
-        extra: Whether the block that is not always called is.
+        extra: Whether the block that is not always called is; with ``alone``, on the first data rank alone.
     """
 
     module: int = 0
@@ -39,6 +39,7 @@ class Backward:
     denominator: bool = False
     deferred: bool = False
     extra: bool = False
+    alone: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

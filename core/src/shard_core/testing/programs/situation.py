@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.parts import SLOPE_ONCE
-from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT
+from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, runs_alone
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
@@ -186,6 +186,8 @@ class Situation:
 
     def _adds_up(self, operation: ops.Backward) -> bool:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""
+        if operation.alone and not runs_alone(self._program, operation.how, self.strategy):
+            return False
         reached = _reached(operation)
         if max(reached) >= len(self._modules) or len(operation.rows) != self.world_size:
             return False

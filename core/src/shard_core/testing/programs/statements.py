@@ -280,7 +280,7 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
     reduction = ", 'sum'" if operation.denominator else ""
     counted = ", denominator=len(given.inputs)" if operation.denominator else ""
-    extra = ", extra=True" if operation.extra else ""
+    extra = f", extra={'rank == 0' if operation.alone else True}" if operation.extra else ""
     lines = [f"given = {_batch(program, operation.key, operation.rows)}"]
     loss = f"loss = loss_of({name}(given{extra}), given{reduction})"
     other, second = f"other = {_batch(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"

@@ -267,9 +267,10 @@ class Oracle(PlainRun):
         self.models[module].train(operation.how != "eval")
         given = batch(operation.key, rank, rows)
         reduction = "sum" if operation.denominator else "mean"
+        extra = operation.extra and not (operation.alone and rank)
 
         def forward(which: Batch) -> torch.Tensor:
-            return loss_of(self._run(module, which, rank, extra=operation.extra), which, reduction)
+            return loss_of(self._run(module, which, rank, extra=extra), which, reduction)
 
         if operation.how == "crossed":
             loss, later = forward(given), forward(batch(operation.key + 1, rank, rows))
@@ -285,14 +286,14 @@ class Oracle(PlainRun):
                     given = batch(operation.key + micro, rank, rows)
                 loss = forward(given)
             case "gradient":
-                output = tensors_of(self._run(module, given, rank, extra=operation.extra))[0]
+                output = tensors_of(self._run(module, given, rank, extra=extra))[0]
                 self._add(output, gradient=0.1 * given.targets.to(output))
                 return {"loss": output.detach().sum()}
             case "through" | "detached":
                 fed = fed_back(given, self._run(0, given, rank), detached=operation.how == "detached")
                 loss = loss_of(self._run(1, fed, rank), given, reduction)
             case "method":
-                score = self._run(module, given, rank, extra=operation.extra, method="score")
+                score = self._run(module, given, rank, extra=extra, method="score")
                 loss = score.sum() if operation.denominator else score.mean()
             case "penalty":
                 inputs = given.inputs.to(input_dtype(self._program.precision)).requires_grad_()

@@ -1,0 +1,57 @@
+"""Units that only some ranks call are refused by all of them, and nothing hangs or is mixed up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import SetupError, get_strategy
+
+
+class Experts(nn.Module):
+    """Two layers of one size, of which each rank may take its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, taken: int | None) -> torch.Tensor:
+        x = self.inlet(x)
+        return x if taken is None else self.experts[taken](x)
+
+
+Taken = tuple[int | None, int | None]
+
+
+def gradients(policy: set[type[nn.Module]] | None, taken: Taken) -> list[list[float]] | str:
+    with get_strategy("fsdp", auto_wrap_policy=policy) as strategy:
+        strategy.seed_everything(0)
+        model = Experts()
+        model, _ = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        try:
+            strategy.backward(model(torch.ones(2, 4), taken[strategy.global_rank]).sum(), model)
+        except SetupError as refusal:
+            return str(refusal)
+        return [each.flatten().tolist() for each in strategy.module_gradients(model).values() if each is not None]
+
+
+@pytest.mark.parametrize("taken", [(0, 1), (0, None), (None, 1)])
+def test_units_that_only_some_ranks_call_are_refused_by_all(worlds: Any, taken: Taken) -> None:
+    first, second = worlds(2).run(gradients, {nn.Linear}, taken)
+    assert first == second
+    assert "ranks run different parts of a module" in first
+
+
+@pytest.mark.parametrize("taken", [(0, 1), (0, None), (None, 1)])
+def test_inside_a_unit_ranks_may_call_different_layers(worlds: Any, taken: Taken) -> None:
+    torch.manual_seed(0)
+    plain = Experts()
+    for each in taken:
+        (plain(torch.ones(2, 4), each).sum() / 2).backward()
+    expected = [each.grad.flatten().tolist() for each in plain.parameters() if each.grad is not None]
+    found, _ = worlds(2).run(gradients, None, taken)
+    assert [pytest.approx(each, abs=1e-6) for each in expected] == found
