@@ -56,7 +56,10 @@ def each_its_own(name: str, options: dict[str, Any], deferred: bool) -> Any:
         return strategy.module_gradients(model)
 
 
-@pytest.mark.parametrize(("name", "deferred"), [*((name, False) for name in SHARDING), ("deepspeed_stage_1", True)])
+MIXED_UP = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+
+
+@pytest.mark.parametrize(("name", "deferred"), [*((name, False) for name in MIXED_UP), ("deepspeed_stage_1", True)])
 def test_what_would_be_mixed_up_is_refused(
     worlds: Any, name: str, deferred: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,11 +80,13 @@ def test_what_is_deferred_until_all_ranks_have_used_it_is_right(worlds: Any, nam
     assert_same_weights(worlds(2).run(each_its_own, name, SHARDING[name], True)[0], truth, 1e-5)
 
 
-def test_ddp_trains_what_some_ranks_use(worlds: Any) -> None:
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_cpu_offload", "hsdp", "tp"])
+def test_what_only_some_ranks_use_is_trained(worlds: Any, name: str) -> None:
     torch.manual_seed(0)
     plain = Either()
     for rank in range(2):
         (plain(batch(rank), SIDES[rank]) / 2).backward()
     truth = {key: parameter.grad for key, parameter in plain.named_parameters()}
-    found = worlds(2).run(each_its_own, "ddp", {"find_unused_parameters": True}, False)
+    options = SHARDING.get(name, {"find_unused_parameters": True})
+    found = worlds(2).run(each_its_own, name, options, False)
     assert_same_weights(found[0], truth, 1e-5)

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shard_core.fully_shard.entry_methods import EntryMethods
 from shard_core.fully_shard.forward_writes import ForwardWrites
+from shard_core.fully_shard.uneven_calls import UnevenCalls
 
 
 class Three(nn.Module):
@@ -29,7 +30,9 @@ def times_told() -> list[int]:
     module = Three()
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(module, mesh=mesh)
-    EntryMethods(module, [], lambda: None, lambda: told.append(True), ForwardWrites(module, [], mesh))
+    uneven = UnevenCalls(module, [], mesh, None, at_once=False)
+    uneven.compares = False
+    EntryMethods(module, [], (lambda: None, lambda: told.append(True)), ForwardWrites(module, [], mesh), uneven)
     counts = []
     for outputs in (1, 3, 3):
         x = torch.ones(2, 4, requires_grad=True)
