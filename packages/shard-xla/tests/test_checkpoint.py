@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from xla_environments import HASTY, spread_over
@@ -63,6 +64,7 @@ def plain_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_a_ring_through_every_layout(worlds: Any, tmp_path: Path) -> None:
     losses: list[float] = []
     saved: Bits = {}
