@@ -219,10 +219,12 @@ class EntryMethods:
 
     def _leave(self, part: torch.nn.Module, args: Any, output: Any) -> Any:
         del args
-        ended = output is not None or sys.exc_info()[0] is None  # as torch calls hooks that it always calls
+        failed = output is None and sys.exc_info()[0] is not None  # as torch calls hooks that it always calls
         try:
-            if ended:
+            if not failed:
+                failed = True  # unless the call ends on all ranks
                 self._uneven.agree(part, ends=True)
+                failed = False
             unit = self._unit_of[part]
             if part is not self._module and part not in unit:  # else its own hooks do
                 self._writes.end(unit[0], part)
@@ -239,7 +241,7 @@ class EntryMethods:
         finally:
             assert self._inside is not None
             self._end(self._inside)
-            if not ended:
+            if failed:
                 self._end_failed()
             elif part is self._module and not torch.is_grad_enabled():
                 reshard(part)

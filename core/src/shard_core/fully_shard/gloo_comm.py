@@ -146,7 +146,7 @@ def _check_alike(message: torch.Tensor, group: dist.ProcessGroup) -> None:
         raise SetupError(
             "the losses of some ranks have used parameters of a unit that those of others have not, and this strategy "
             "sends gradients of several parameters as one message: let every rank's loss use them, were it times zero, "
-            "make a unit of what only some ranks call, or train under 'ddp' with find_unused_parameters=True."
+            "leave them out of the units, so that the root's has them, or train under 'ddp'."
         )
 
 

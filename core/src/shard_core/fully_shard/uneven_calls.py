@@ -40,7 +40,8 @@ class UnevenCalls:
 
     Torch gathers a unit as it is called, so that one which only some ranks call leaves them waiting, and another of the
     same size is gathered in its place without a word. So ranks compare what they call, in a message of two numbers,
-    before each unit is gathered. Within a unit ranks may use different parameters: who has no gradient has zeros.
+    before each unit is gathered. Ranks may use different parameters of the root's unit, which is reduced last: who has
+    no gradient of one has zeros.
 
     Args:
         module: A module that is sharded.
@@ -92,7 +93,7 @@ class UnevenCalls:
         raise SetupError(
             f"ranks run different parts of a module, whose parameters are spread over all of them: some come to "
             f"{names[most]} where others come to {names[-least]}; call the same on every rank, were its output times "
-            "zero, leave what only some call out of the units, or train under 'ddp'."
+            "zero, leave what only some call out of the units, so that the root's has it, or train under 'ddp'."
         )
 
     def enter(self, part: nn.Module) -> None:
