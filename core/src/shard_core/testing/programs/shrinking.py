@@ -28,7 +28,13 @@ _PLAIN: dict[str, Any] = {
     "kind": "sgd",
 }
 #: What a backward does.
-_PLAIN_BACKWARD: dict[str, Any] = {"how": "plain", "denominator": False, "deferred": False, "extra": False}
+_PLAIN_BACKWARD: dict[str, Any] = {
+    "how": "plain",
+    "denominator": False,
+    "deferred": False,
+    "extra": False,
+    "alone": False,
+}
 
 
 def shrink(
