@@ -33,7 +33,6 @@ from shard_core.fully_shard.units import Unit, find_units, groups_that_part, uni
 from shard_core.gradients import (
     LocalGradient,
     all_finite,
-    check_used_alike,
     clip_norm,
     clip_values,
     inside_objects,
@@ -68,6 +67,7 @@ from shard_core.precision.scaler import GradientScaler
 from shard_core.precision.true import TruePrecision
 from shard_core.preparation.layers import prepare_layers
 from shard_core.preparation.submodules import find_blocks
+from shard_core.rank_agreement import check_used_alike
 from shard_core.replicas import AveragedGradients, send_values
 from shard_core.strategies.ddp import DDPStrategy
 from shard_core.strategies.single import SingleStrategy

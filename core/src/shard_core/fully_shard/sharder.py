@@ -24,12 +24,13 @@ from shard_core.fully_shard.named_parameters import list_shards, shard_full_tens
 from shard_core.fully_shard.object_outputs import shard_unit
 from shard_core.fully_shard.uneven_calls import UnevenCalls, at_end_of
 from shard_core.fully_shard.units import log_units, sharded_parts
-from shard_core.gradients import check_used_alike, is_differentiable, on_gradient
+from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.initialization.materialize import Materializer, refuse_unset
 from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
 from shard_core.parameters import make_contiguous, plain_name
 from shard_core.precision.dtypes import dtype_named
+from shard_core.rank_agreement import check_used_alike
 from shard_core.replicas import AveragedGradients, send_values
 
 if TYPE_CHECKING:
