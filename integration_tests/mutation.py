@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {
     "core/src/shard_core/strategy": ("ddp", "fsdp", "deepspeed_stage_3", "tp"),
     "core/src/shard_core/gradients.py": ("ddp", "fsdp", "tp", "fsdp_cpu_offload"),
-    "core/src/shard_core/rank_agreement.py": ("ddp", "fsdp", "tp", "fsdp_cpu_offload"),
     "core/src/shard_core/fully_shard": ("fsdp", "tp", "hsdp"),
     "packages/shard-fsdp/src": ("fsdp", "hsdp", "fsdp_cpu_offload"),
     "packages/shard-deepspeed/src": ("deepspeed_stage_3", "deepspeed_stage_2", "deepspeed_stage_1", "deepspeed"),

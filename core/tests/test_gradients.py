@@ -1,6 +1,9 @@
 """The norm is that of all gradients as one vector, however they are laid out."""
 
+import gc
 import math
+import types
+import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from shard_core.gradients import (
     all_finite,
     clip_norm,
     clip_values,
+    inside_objects,
     local_gradients,
     scale,
     total_norm,
@@ -135,3 +139,15 @@ def test_scaling_and_clamping_work_in_place() -> None:
     scale(gradients, 2.0)
     clip_values(gradients, 1.5)
     assert parameter.grad.tolist() == [1.5, -1.5, 1.0]
+
+
+def test_tensors_found_inside_objects_are_freed_with_them() -> None:
+    tensor = torch.ones(2, requires_grad=True) * 2
+    freed = weakref.ref(tensor)
+    gc.disable()
+    try:
+        assert len(inside_objects(types.SimpleNamespace(loss=tensor))) == 1
+        del tensor
+        assert freed() is None, "held until garbage is collected, and with it all that it was computed from"
+    finally:
+        gc.enable()

@@ -6,6 +6,7 @@ must not, ``plugin.py`` and ``config.py``, take what they need from ``shard_core
 
 from __future__ import annotations
 
+from shard_core._versions import is_compiled
 from shard_core.checkpoint.format.box import Box
 from shard_core.checkpoint.state.named_state import HeldSlot, NamedState
 from shard_core.checkpoint.state.names import ModuleTensors, NamedTensors
@@ -67,7 +68,7 @@ from shard_core.precision.scaler import GradientScaler
 from shard_core.precision.true import TruePrecision
 from shard_core.preparation.layers import prepare_layers
 from shard_core.preparation.submodules import find_blocks
-from shard_core.rank_agreement import check_used_alike
+from shard_core.rank_agreement import check_called_alike, check_used_alike
 from shard_core.replicas import AveragedGradients, send_values
 from shard_core.strategies.ddp import DDPStrategy
 from shard_core.strategies.single import SingleStrategy
@@ -122,6 +123,7 @@ __all__ = [
     "Unit",
     "all_finite",
     "carrying_device",
+    "check_called_alike",
     "check_module",
     "check_used_alike",
     "chosen_by",
@@ -137,6 +139,7 @@ __all__ = [
     "ignored_parameters",
     "initialise",
     "inside_objects",
+    "is_compiled",
     "is_recorded",
     "laid_out_like",
     "local_gradients",

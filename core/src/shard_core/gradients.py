@@ -336,22 +336,18 @@ def inside_objects(output: Any) -> list[torch.Tensor]:
     """
     found: list[torch.Tensor] = []
     seen: set[int] = set()
-
-    def look(value: Any, depth: int) -> None:
-        for each in tree_leaves(value):
+    leaves = tree_leaves(output)
+    # Level by level: a function that called itself would hold itself, and what it found, until garbage is collected.
+    for depth in range(_DEEPEST + 1):
+        inside: list[Any] = []
+        for each in leaves:
             if isinstance(each, torch.Tensor):
                 if depth and each.requires_grad:
                     found.append(each)
-            elif (
-                depth < _DEEPEST
-                and id(each) not in seen
-                and hasattr(each, "__dict__")
-                and not isinstance(each, _CLOSED)
-            ):
+            elif id(each) not in seen and hasattr(each, "__dict__") and not isinstance(each, _CLOSED):
                 seen.add(id(each))
-                look(list(vars(each).values()), depth + 1)
-
-    look(output, 0)
+                inside += vars(each).values()
+        leaves = tree_leaves(inside)
     return found
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from shard_core._versions import at_backward_end, deferred_shards, gathered_for, is_compiled
-from shard_core.errors import SetupError
 from shard_core.fully_shard.gloo_comm import is_gloo
 from shard_core.fully_shard.units import sharded_parts
+from shard_core.rank_agreement import check_called_alike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class UnevenCalls:
     """Keeps ranks from waiting for each other for good where only some of them call a unit.
 
     Torch gathers a unit as it is called, so that one which only some ranks call leaves them waiting, and another of the
-    same size is gathered in its place without a word. So ranks compare what they call, in a message of two numbers,
+    same size is gathered in its place without a word. So ranks compare what they call, in one small message,
     before each unit is gathered. Ranks may use different parameters of the root's unit, which is reduced last: who has
     no gradient of one has zeros.
 
@@ -60,8 +60,8 @@ class UnevenCalls:
         self._module, self._collectives, self._at_once = module, collectives, at_once
         # On a device the host would wait for it before each unit.
         self.compares = is_gloo(mesh) and mesh.size() > 1
-        self._names = {part: name for name, part in module.named_modules()}
-        self._place = {part: place for place, part in enumerate(self._names, 2)}
+        kind = type(module).__name__
+        self._names = {part: f"{name!r} of {kind}" if name else kind for name, part in module.named_modules()}
         self._units = {part for unit in units for part in unit.modules}
 
     def begin(self, part: nn.Module) -> None:
@@ -83,18 +83,11 @@ class UnevenCalls:
         Raises:
             SetupError: On every rank, if they do not.
         """
-        if not self.compares:
-            return
-        place = int(ends) if ends or part is None else self._place[part]
-        most, least = self._collectives.all_reduce(torch.tensor([place, -place]), reduce_op="max").tolist()
-        if most == -least:
-            return
-        names = ["a backward", "the end", *(repr(name) if name else "the module" for name in self._names.values())]
-        raise SetupError(
-            f"ranks run different parts of a module, whose parameters are spread over all of them: some come to "
-            f"{names[most]} where others come to {names[-least]}; call the same on every rank, were its output times "
-            "zero, leave what only some call out of the units, so that the root's has it, or train under 'ddp'."
-        )
+        if self.compares:
+            name = "a backward" if part is None else "the end of a call" if ends else self._names[part]
+            check_called_alike(
+                name, self._collectives, "leave what only some call out of the units, so that the root's has it, "
+            )
 
     def enter(self, part: nn.Module) -> None:
         """Check that all ranks call a unit, if that is what a part is which is called inside another.

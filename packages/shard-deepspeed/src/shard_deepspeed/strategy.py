@@ -29,7 +29,7 @@ from shard_deepspeed.engine_config import check_honoured, engine_config
 from shard_deepspeed.own_device import accelerator, own_device
 from shard_deepspeed.plugin import DEEPSPEED
 from shard_deepspeed.tuning import worth_trying
-from shard_deepspeed.zero import ZeroModule, fill_frozen, is_trained
+from shard_deepspeed.zero import UnevenCalls, ZeroModule, fill_frozen, is_trained
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,10 +93,27 @@ class DeepSpeedStrategy(Strategy):
         trained = [parameter for parameter in module.parameters() if is_trained(parameter)]
         if trained:
             norm = functools.partial(_norm, weakref.ref(self), weakref.ref(module))
-            self._zero[module] = ZeroModule(module, self._initialize(module, trained), self.global_rank, norm)
+            uneven = self._compare_calls(module, sum(parameter.numel() for parameter in trained))
+            engine = self._initialize(module, trained)
+            self._zero[module] = ZeroModule(module, engine, self.global_rank, norm=norm, uneven=uneven)
         for optimizer in optimizers:
             self.engine_add_optimizer(module, optimizer, names)
         return module
+
+    def _compare_calls(self, module: torch.nn.Module, trained: int) -> UnevenCalls:
+        """Have ranks compare what they come to, from before DeepSpeed registers its hooks."""
+        config = self.config
+        # On another device the host would wait for it before each layer.
+        compares = self.world_size > 1 and self.root_device.type == "cpu"
+        early = config.zero_stage > 1 or (config.zero_stage == 1 and config.overlap_comm)
+        uneven = UnevenCalls(
+            module,
+            self.collectives,
+            gathers=compares and config.zero_stage == 3,
+            sends=compares and early and trained > config.reduce_bucket_size,
+        )
+        uneven.watch_gradients()
+        return uneven
 
     def _initialize(self, module: torch.nn.Module, trained: list[torch.nn.Parameter]) -> Any:
         deepspeed = _versions.import_deepspeed(self.root_device.type)
@@ -165,7 +182,10 @@ class DeepSpeedStrategy(Strategy):
                 for zero in self._zero.values():
                     kept.enter_context(zero.graph_kept())
             loss.backward(**kwargs)
-        check_used_alike([pair for zero in self._zero.values() for pair in zero.used()], self.collectives)
+        for zero in self._zero.values():
+            zero.end_backward(self.collectives)
+        advice = "take overlap_comm=False, " if self.config.zero_stage == 1 else ""
+        check_used_alike([pair for zero in self._zero.values() for pair in zero.used()], self.collectives, advice)
         for zero in self._zero.values():
             zero.finish()
 

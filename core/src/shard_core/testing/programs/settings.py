@@ -101,8 +101,6 @@ FUSED = ("sgd", "momentum", "nesterov", "adam", "adamw", "amsgrad", "adagrad")
 ALL_AT_ONCE = ("momentum", "nesterov")
 """Those whose fused kernel wants momentum of all parameters with gradients, or of none yet."""
 
-WAITING = ("deepspeed", "xla")
-"""How the names of strategies begin under which all ranks have to run the same blocks."""
 LEFT_OUT = (
     "a backward with a denominator after one without it in the same step, or after gradients were clipped or kept",
     "gradients zeroed by hand, and not set to None, where some are yet to be divided or unscaled: a loss without slope "
@@ -165,8 +163,7 @@ LEFT_OUT = (
     "infinite gradients, and those that optimizers zero after a forward, where two optimizers share a module or one "
     "lacks a part",
     "more than two models, and more than two optimizers",
-    "a block that only one rank runs, where models are compiled, and under DeepSpeed's and XLA's engines: some of "
-    "these programs wait for the other ranks for good, which is yet to be mended",
+    "a block that only one rank runs, where models are compiled: ranks cannot compare inside what the compiler runs",
 )
 """What plain PyTorch allows or would allow, and programs never do."""
 LEFT_OPEN = (
@@ -184,16 +181,9 @@ LEFT_OPEN = (
 """What a strategy may define for itself, so that plain PyTorch takes it from there; all else must be the same."""
 
 
-def runs_alone(program: Program, how: str, strategy: str = "") -> bool:
-    """Return whether one rank alone may run a block in a program's backward of some kind.
-
-    Args:
-        program: Its strategy is taken if none is given.
-        how: Which kind.
-        strategy: What it runs under by then.
-    """
-    waits = (strategy or program.strategy).startswith(WAITING)
-    return how != "contrastive" and not program.compiled and not waits
+def runs_alone(program: Program, how: str) -> bool:
+    """Return whether one rank alone may run a block in a program's backward of some kind."""
+    return how != "contrastive" and not program.compiled
 
 
 def offered(strategy: str) -> list[str]:

@@ -186,7 +186,7 @@ class Situation:
 
     def _adds_up(self, operation: ops.Backward) -> bool:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""
-        if operation.alone and not runs_alone(self._program, operation.how, self.strategy):
+        if operation.alone and not runs_alone(self._program, operation.how):
             return False
         reached = _reached(operation)
         if max(reached) >= len(self._modules) or len(operation.rows) != self.world_size:

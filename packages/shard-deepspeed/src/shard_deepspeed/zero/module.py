@@ -22,7 +22,8 @@ from shard_deepspeed.zero.trained_parameter import TrainedParameter
 from shard_deepspeed.zero.whole_loads import WholeLoads
 
 if TYPE_CHECKING:
-    from shard_core.backend import FlatPart, ParameterNames
+    from shard_core.backend import Collectives, FlatPart, ParameterNames
+    from shard_deepspeed.zero.uneven_calls import UnevenCalls
 
 
 class ZeroModule:
@@ -36,15 +37,25 @@ class ZeroModule:
         engine: DeepSpeed's, over all trained parameters of the module.
         rank: This rank.
         norm: Computes the norm of a gradient over all ranks, given its parameter's name before it, or refuses to.
+        uneven: Compares what ranks come to.
 
     Attributes:
         engine: DeepSpeed's.
         deferring: Whether backwards keep gradients on this rank just now.
     """
 
-    def __init__(self, module: torch.nn.Module, engine: Any, rank: int, norm: Callable[..., torch.Tensor]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        engine: Any,
+        rank: int,
+        *,
+        norm: Callable[..., torch.Tensor],
+        uneven: UnevenCalls,
+    ) -> None:
         self.engine = engine
         self.deferring = False
+        self._uneven = uneven
         self._module = module
         self._layout = partitions(engine, rank)
         self._trained: dict[int, TrainedParameter] = {}
@@ -70,6 +81,7 @@ class ZeroModule:
         self._hooks: list[Any] = [
             each.parameter.register_post_accumulate_grad_hook(each.note) for each in self._trained.values()
         ]
+        self._uneven.watch_calls()
         if self._layout.lets_go:
             self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
             self._hooks.append(module.register_forward_hook(self._end_forward, always_call=True))
@@ -140,6 +152,7 @@ class ZeroModule:
 
     def make_ready(self) -> None:
         """Prepare a backward."""
+        self._uneven.begin_backward()
         if self._layout.lets_go:
             self.copy_writes()  # of its forward: what it computes again would be without them
         self.follow_gradients()
@@ -191,10 +204,28 @@ class ZeroModule:
     def used(self) -> list[tuple[str, bool]]:
         """List what is trained by name, and whether this backward has used it, or one before that was deferred.
 
-        Gradients go into messages as backward makes them, those that have waited last, so both count.
+        Gradients go into messages as backward makes them, those that have waited last, so both count; nothing is listed
+        where they go in one order on every rank.
         """
-        trained = [] if self.deferring else self._trained.values()
+        trained = [] if self.deferring or self._layout.sends_last else self._trained.values()
         return [pair for each in trained for pair in ((each.name, each.reached), (each.name, each.waits))]
+
+    def end_backward(self, collectives: Collectives) -> None:
+        """End a backward on every rank; where nothing is sent before, who has no gradient that others have has zeros.
+
+        Args:
+            collectives: Of all ranks.
+        """
+        self._uneven.end_backward()
+        if self.deferring or not self._layout.sends_last or collectives.world_size == 1:
+            return
+        trained = self._trained.values()
+        mine = torch.tensor([(each.passed, each.waits) for each in trained], dtype=torch.int64)
+        used = collectives.all_reduce(mine, reduce_op="max").tolist()
+        for each, (passed, waits) in zip(trained, used, strict=True):
+            each.passed = bool(passed)
+            if waits and not each.waits:
+                each.fill()
 
     @property
     def waits(self) -> bool:
@@ -219,6 +250,7 @@ class ZeroModule:
         """Check early which gradients are gone, whose denominators go too, and which values are new, before they go."""
         del module, args
         latest = RunningCall()
+        self._uneven.begin_call()
         self._end_abandoned(latest)  # before anything reads parameters, which DeepSpeed notes in a forward
         self.follow_gradients()
         if self._layout.lets_go:
@@ -237,8 +269,15 @@ class ZeroModule:
         """Announce backwards from tensors inside objects, in which DeepSpeed looks for none; end what has failed."""
         del args
         self._call = None
-        if output is None and sys.exc_info()[0] is not None:  # as torch calls hooks that it always calls
-            _versions.end_failed_forward(self.engine)
+        failed = output is None and sys.exc_info()[0] is not None  # as torch calls hooks that it always calls
+        try:
+            if not failed:
+                failed = True  # unless the call ends on all ranks
+                self._uneven.end_call()
+                failed = False
+        finally:
+            if failed:
+                _versions.end_failed_forward(self.engine)
         for tensor in inside_objects(output):
             _versions.announce_backward(self.engine.optimizer, module, tensor)
 
@@ -293,17 +332,18 @@ class ZeroModule:
     def deferred(self) -> Iterator[None]:
         """Keep gradients on this rank."""
         self.engine.set_gradient_accumulation_boundary(False)
-        self.deferring = True
+        self.deferring = self._uneven.deferring = True
         try:
             yield
         finally:
             self.engine.set_gradient_accumulation_boundary(True)
-            self.deferring = False
+            self.deferring = self._uneven.deferring = False
 
     def close(self) -> None:
         """Remove all hooks from the module."""
         for hook in self._hooks:
             hook.remove()
+        self._uneven.close()
         for each in self._trained.values():
             each.hide_gradient()
         list_plainly(self._module)

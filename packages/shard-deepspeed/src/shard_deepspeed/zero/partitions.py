@@ -29,9 +29,11 @@ class Partitions(abc.ABC):
 
     Attributes:
         lets_go: Whether a forward or backward may let go of values that are whole in the module.
+        sends_last: Whether gradients are sent after a backward, in the order of parameters.
     """
 
     lets_go = False
+    sends_last = False
 
     def __init__(self, engine: Any, rank: int) -> None:
         self._engine = engine
@@ -87,6 +89,8 @@ class Partitions(abc.ABC):
 class Whole(Partitions):
     """Stage 0: every rank has and steps all of every parameter."""
 
+    sends_last = True
+
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
         """Step the parameter itself."""
         return FlatPart(shape=tuple(parameter.shape), start=0, values=parameter)
@@ -138,6 +142,7 @@ class Runs(Flat):
     def __init__(self, engine: Any, rank: int) -> None:
         super().__init__(engine, rank)
         self._places: dict[int, torch.Tensor] = {}
+        self.sends_last = not (self._zero.overlap_comm or self._zero.partition_gradients)
 
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
         """Find the parameter's part of this rank's run."""

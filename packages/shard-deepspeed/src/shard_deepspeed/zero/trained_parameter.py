@@ -65,6 +65,12 @@ class TrainedParameter:
         if parameter.requires_grad:
             self.reached = self.waits = True
 
+    def fill(self) -> None:
+        """Set zeros as what only other ranks have made, unless what an earlier backward has averaged stands there."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        self.reached = self.waits = True
+
     def check_hooks(self) -> None:
         """Check that there is no hook on the part.
 
@@ -156,7 +162,7 @@ class TrainedParameter:
         """
         values, gradient = self.part.values, self.parameter.grad
         if gradient is None:
-            if self.shown:
+            if self.shown or values is self.parameter:
                 values.grad = None
                 self._end_proxy()
                 self.reached = self.waits = self.shown = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -113,7 +112,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         tensors.tie_buffers()
         hooks = FullParameterHooks(root, {id(tensors.places[name].tensor): name for name in tensors.places})
         hooks.take_users_hooks(names)
-        hooks.check_messages(functools.partial(check_used_alike, collectives=self.collectives))
+        hooks.compare_ranks(self.collectives)
         self._sharded[module] = _Sharded(tensors, weakref.ref(hooks))
         call_through(module, root)
         list_wholes_inside(root)

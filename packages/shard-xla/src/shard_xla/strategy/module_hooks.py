@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shard_core import SetupError
-from shard_core.backend import inside_objects, move_hooks
+from shard_core.backend import check_called_alike, check_used_alike, inside_objects, move_hooks
 from shard_xla import _versions
 from shard_xla.collectives import ReduceScatter
 from shard_xla.strategy.full_parameter import FullParameter
@@ -21,7 +21,7 @@ from shard_xla.strategy.units import units_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_core.backend import ParameterNames
+    from shard_core.backend import Collectives, ParameterNames
 
 
 class FullParameterHooks:
@@ -52,6 +52,7 @@ class FullParameterHooks:
         self._prepared = False
         self._outdated = False
         self._asked = False
+        self._agree: Callable[[str], None] = lambda _: None
         vars(root)["backward_ended"] = self._end_plain_backward
         for unit, own in zip(self._units, self._of_units, strict=True):
             vars(unit)["freeing"] = functools.partial(_keep_writes, weakref.ref(unit), own)
@@ -87,6 +88,7 @@ class FullParameterHooks:
     def backward(self) -> Iterator[None]:
         """Make the first gradient that comes inside prepare a backward, whose gradients the strategy sends."""
         self._asked = True
+        self._agree("a backward")
         self._begin_backward()
         try:
             yield
@@ -113,15 +115,17 @@ class FullParameterHooks:
             return []
         return [*_used(self._parameters), *((each.name, self._prepared and each.waits) for each in self._parameters)]
 
-    def check_messages(self, check: Callable[[list[tuple[str, bool]]], None]) -> None:
-        """Have ranks compare what their losses have used of a unit before they send its gradients in one message.
+    def compare_ranks(self, collectives: Collectives) -> None:
+        """Have ranks compare which unit they gather, and what their losses have used of one whose gradients they send.
 
         Args:
-            check: Compares names and whether each has a gradient, on every rank.
+            collectives: Of all ranks.
         """
+        self._agree = functools.partial(check_called_alike, collectives=collectives)
         for unit, own in zip(self._units, self._of_units, strict=True):
             if isinstance(unit.reduce_scatter_op, ReduceScatter):
-                unit.reduce_scatter_op.check = functools.partial(_check, check, own)
+                unit.reduce_scatter_op.check = functools.partial(_check, collectives, own)
+                vars(unit)["gathering"] = functools.partial(_check_gathered, collectives, weakref.ref(unit), own)
 
     def end_backward(self) -> None:
         """Show that gradients are kept on this rank, or send those that this backward, the last, has not reached."""
@@ -186,6 +190,7 @@ class FullParameterHooks:
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         del root, args
+        self._agree("the end of a forward")
         self._keep_writes()  # before a step changes shards
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves([inside_objects(output), output]):
@@ -234,8 +239,16 @@ def _used(parameters: Sequence[FullParameter]) -> list[tuple[str, bool]]:
     return [(each.name, each.reached) for each in parameters]
 
 
-def _check(check: Callable[[list[tuple[str, bool]]], None], own: Sequence[FullParameter]) -> None:
-    check(_used(own))
+def _check_gathered(collectives: Collectives, unit: weakref.ref[Any], own: Sequence[FullParameter]) -> None:
+    """Compare which unit ranks gather, and what of it: deferred backwards let go of what they have used alone."""
+    gathered = {id(shard) for shard in _versions.shards_to_gather(unit())}
+    if own:
+        used = [(each.name, id(each.shard) in gathered) for each in own]
+        check_used_alike(used, collectives, at=f"the unit of {own[0].name!r}")
+
+
+def _check(collectives: Collectives, own: Sequence[FullParameter]) -> None:
+    check_used_alike(_used(own), collectives, at=f"the message of the unit of {own[0].name!r}")
 
 
 def call_through(module: nn.Module, root: nn.Module) -> None:

@@ -31,6 +31,7 @@ def unit_class() -> Any:
         running = False
         backward_ended: Callable[[], None] = staticmethod(lambda: None)
         freeing: Callable[[], None] = staticmethod(lambda: None)
+        gathering: Callable[[], None] = staticmethod(lambda: None)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             before, self.running, state = self.running, True, self.training_state
@@ -65,6 +66,7 @@ def unit_class() -> Any:
             return shard.view(()) if self._lacks_rows(tensor) else shard
 
         def _rebuild_full_params(self, *args: Any, **kwargs: Any) -> None:
+            self.gathering()
             shards: Any = self.sharded_params
             self.sharded_params = [self._with_rows(each) for each in shards]
             try:
