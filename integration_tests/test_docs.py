@@ -238,6 +238,7 @@ def rendered(tmp_path_factory) -> Path:
     return folder / "reference"
 
 
+@pytest.mark.long
 def test_reference_shows_every_name(rendered):
     for name, expected in names_of_reference().items():
         text = " ".join((rendered / f"{name}.txt").read_text().split())

@@ -1,5 +1,7 @@
 """``single`` and ``ddp`` keep every promise of the contract."""
 
+import pytest
+
 from shard_core.testing import Conformance
 
 
@@ -9,3 +11,10 @@ class TestSingle(Conformance):
 
 class TestDDP(Conformance):
     strategy = "ddp"
+    world_sizes = (2,)
+
+
+@pytest.mark.long
+class TestDDPAtOtherSizes(Conformance):
+    strategy = "ddp"
+    world_sizes = (1, 3)

@@ -7,12 +7,13 @@ from shard_core.testing import Conformance
 
 class TestFSDP(Conformance):
     strategy = "fsdp"
+    world_sizes = (2,)
 
 
 @pytest.mark.long
-class TestFSDPOnFourRanks(Conformance):
+class TestFSDPAtOtherSizes(Conformance):
     strategy = "fsdp"
-    world_sizes = (4,)
+    world_sizes = (1, 3, 4)
 
 
 @pytest.mark.long

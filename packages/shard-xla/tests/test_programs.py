@@ -22,7 +22,7 @@ STRATEGIES = pytest.mark.parametrize(
 
 @STRATEGIES
 def test_programs_are_right(strategy: str, environment: Mapping[str, str], tmp_path: Path) -> None:
-    check(strategy, environment, tmp_path, count=5, seed=10)  # of the first five xla_fsdp refuses three, by chance
+    check(strategy, environment, tmp_path, count=5, seed=30)  # of the first five xla_fsdp refuses three, by chance
 
 
 @pytest.mark.long
