@@ -18,6 +18,7 @@ from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.checkpoint.state.training_state import KeySpace, Slot, TrainingState
 from shard_core.collectives.interface import Collectives
 from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device, translate_torch_errors
+from shard_core.collectives.rank_agreement import check_called_alike, check_used_alike
 from shard_core.collectives.single import SingleCollectives
 from shard_core.coordinator import Coordinator
 from shard_core.data_parallel.ddp_modules import DDPModules
@@ -68,7 +69,6 @@ from shard_core.precision.scaler import GradientScaler
 from shard_core.precision.true import TruePrecision
 from shard_core.preparation.layers import prepare_layers
 from shard_core.preparation.submodules import find_blocks
-from shard_core.rank_agreement import check_called_alike, check_used_alike
 from shard_core.replicas import AveragedGradients, send_values
 from shard_core.strategies.ddp import DDPStrategy
 from shard_core.strategies.single import SingleStrategy

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from shard_core._versions import begin_anew, freeze_unsharded, left_gradients
+from shard_core.collectives.rank_agreement import check_used_alike
 from shard_core.errors import SetupError
 from shard_core.forward_calls import NoInferenceMode
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync, PlainBackward
@@ -30,7 +31,6 @@ from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, record
 from shard_core.parameters import make_contiguous, plain_name
 from shard_core.precision.dtypes import dtype_named
-from shard_core.rank_agreement import check_used_alike
 from shard_core.replicas import AveragedGradients, send_values
 
 if TYPE_CHECKING:

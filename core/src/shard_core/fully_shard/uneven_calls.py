@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from shard_core._versions import at_backward_end, deferred_shards, gathered_for, is_compiled
+from shard_core.collectives.rank_agreement import check_called_alike
 from shard_core.fully_shard.gloo_comm import is_gloo
 from shard_core.fully_shard.units import sharded_parts
-from shard_core.rank_agreement import check_called_alike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
