@@ -99,7 +99,11 @@ def _proposed(
     """Draw what might come next: mostly a piece of an ordinary step, often something odd."""
     number = chance.randrange(len(program.models))
     mine = optimizers_over(program, number)
-    if chance.random() < 0.5:
+    ordinary = chance.random() < 0.5
+    if ordinary and program.seed % 5 == 0 and chance.random() < 0.2:  # two checkpoints, of which the second counts
+        step = _ordinary(program, number, mine, card, chance)
+        return [ops.Save(), *step, ops.Save(blocking=chance.random() < 0.6), ops.Load()]
+    if ordinary:
         return _ordinary(program, number, mine, card, chance)
     name = chance.choice(names)
     same, blocking = name == program.strategy and chance.random() < 0.5, program.seed % 2 == 0
@@ -230,7 +234,7 @@ def _odd(
         ops.ReloadOptimizer(optimizer=which),
         ops.Reduce(key=key, how=chance.choice(ops.WAYS[ops.Reduce])),
         ops.Seed(seed=chance.randrange(1000)),
-        *[ops.Save(blocking=chance.random() < 0.6)] * (10 if program.seed % 5 == 0 else 2),  # who saves does so often
+        *[ops.Save(blocking=chance.random() < 0.6)] * 2,
         *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 6,
         ops.Fail(how=chance.choice(ops.WAYS[ops.Fail])),
         ops.SavePretrained(module=number),
