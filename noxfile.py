@@ -139,7 +139,7 @@ def test(session: nox.Session) -> None:
     # The long ones first, so that none of them is left over at the end; builds share a folder.
     kinds = {kind: [f"{kind}({dist})" for dist in DISTRIBUTIONS] for kind in ("tests", "conformance", "build")}
     first = ["integration", "tests(shard-core)"]
-    others = [name for name in (*kinds["conformance"], "other_torches", *kinds["tests"]) if name not in first]
+    others = [name for name in (*kinds["conformance"], *kinds["tests"]) if name not in first]
     each = [*([name] for name in (*first, *others)), kinds["build"], ["lint", "types", "layers"], ["docs"]]
     run_all(session, each)
 
@@ -179,7 +179,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def long(session: nox.Session) -> None:
-    """Run what takes minutes and `test` leaves out, a kit on the other torches too; options after -- go to pytest."""
+    """Run what takes minutes and `test` leaves out, the other torches too; options after -- go to pytest."""
     places = [(environment_of(dist), folder / "tests") for dist, folder in DISTRIBUTIONS.items()]
     for name, place in (*places, ("main", ROOT / "integration_tests")):
         chosen = (str(place), "-m", "long", f"--timeout={LONGEST}")
@@ -187,6 +187,7 @@ def long(session: nox.Session) -> None:
     for name in set(environments()) - {"main"}:
         kit = (str(DISTRIBUTIONS["shard-core"] / CONFORMANCE), "-k", "TestDDP and 2ranks")
         run(session, name, "pytest", *kit, *session.posargs)
+    session.notify("other_torches")
 
 
 @nox.session
