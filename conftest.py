@@ -1,11 +1,13 @@
-"""The option ``--quick`` of every test session here: tests that start ranks or other processes leave when they try.
+"""What every test session here has: the option ``--quick``, and short garbage collections.
 
-Tests marked as slow are not begun; there are few, since most of what takes time here starts ranks.
+With ``--quick`` tests that start ranks or other processes leave when they try. Tests marked as slow are not begun;
+there are few, since most of what takes time here starts ranks.
 """
 
 from __future__ import annotations
 
 import _posixsubprocess
+import gc
 import sys
 from collections.abc import Generator
 from typing import Any, NoReturn
@@ -43,6 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+def pytest_runtest_logfinish() -> None:
+    """Freeze what tests have imported: every teardown looks for garbage, and in torch that takes half a second."""
+    if len(sys.modules) > _modules[0]:
+        _modules[0] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Count what was left as left out, whatever the test made of it."""
@@ -61,6 +71,8 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 _LEFT_OUT = "starts ranks or another process, which --quick leaves out"
 _left: list[str] = []
+_modules = [0]
+"""How many were imported when they were frozen."""
 
 
 def _leave(*_: Any, **__: Any) -> NoReturn:

@@ -344,7 +344,12 @@ def inside_objects(output: Any) -> list[torch.Tensor]:
             if isinstance(each, torch.Tensor):
                 if depth and each.requires_grad:
                     found.append(each)
-            elif id(each) not in seen and hasattr(each, "__dict__") and not isinstance(each, _CLOSED):
+            elif (
+                depth < _DEEPEST
+                and id(each) not in seen
+                and hasattr(each, "__dict__")
+                and not isinstance(each, _CLOSED)
+            ):
                 seen.add(id(each))
                 inside += vars(each).values()
         leaves = tree_leaves(inside)

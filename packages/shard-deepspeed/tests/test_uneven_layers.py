@@ -65,16 +65,28 @@ def test_layers_that_only_some_ranks_come_to_are_refused_by_all(
     assert "ranks run different parts of a module" in first
 
 
-def training_on() -> list[float]:
-    """Return the outputs after a refusal, and after a step that follows it."""
-    with get_strategy("deepspeed", **GATHERS) as strategy:
+class Between(Experts):
+    """Has a layer behind those that each rank may take, whose gradients are sent before theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlet = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, taken: int | None) -> torch.Tensor:
+        out: torch.Tensor = self.outlet(super().forward(x, taken))
+        return out
+
+
+def training_on(options: dict[str, Any]) -> list[float]:
+    """Return the losses after a refusal, and after a step that follows it."""
+    with get_strategy("deepspeed", **options) as strategy:
         strategy.seed_everything(0)
-        model: Any = Experts()
+        model: Any = Between()
         model, (optimizer,) = strategy.setup_module_and_optimizers(
             model, [torch.optim.SGD(model.parameters(), lr=0.125)]
         )
         with pytest.raises(SetupError, match="ranks run different parts"):
-            model(torch.ones(2, 4), (0, None)[strategy.global_rank])
+            strategy.backward(model(torch.ones(2, 4), (0, None)[strategy.global_rank]).sum(), model)
         losses = []
         for _ in range(2):
             loss = model(torch.ones(2, 4), 1).sum()
@@ -85,9 +97,10 @@ def training_on() -> list[float]:
         return losses
 
 
-def test_training_goes_on_after_a_refusal(worlds: Any) -> None:
+@pytest.mark.parametrize("options", [GATHERS, SENDS, SENDS | {"stage": 1}], ids=["gathers", "sends", "stage 1"])
+def test_training_goes_on_after_a_refusal(worlds: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    plain = Experts()
+    plain = Between()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.125)
     truth = []
     for _ in range(2):
@@ -96,7 +109,7 @@ def test_training_goes_on_after_a_refusal(worlds: Any) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         truth.append(float(loss.detach()))
-    assert worlds(2).run(training_on) == [pytest.approx(truth, rel=1e-5)] * 2
+    assert worlds(2).run(training_on, options) == [pytest.approx(truth, rel=1e-5)] * 2
 
 
 def gradients_after_zeroed(options: dict[str, Any]) -> Any:
@@ -122,3 +135,57 @@ def test_what_one_rank_alone_uses_after_zeroed_gradients_is_averaged(worlds: Any
     found, _ = worlds(2).run(gradients_after_zeroed, options)
     for mine, own in zip(found, truth, strict=True):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(own))
+
+
+class Returned:
+    """What a forward returns, with a weight of the model's."""
+
+    def __init__(self, out: torch.Tensor, weight: torch.Tensor) -> None:
+        self.out, self.weight = out, weight
+
+
+class ShowsAWeight(Experts):
+    """Returns an object that holds a weight."""
+
+    def forward(self, x: torch.Tensor, taken: int | None) -> Any:
+        return Returned(super().forward(x, taken), self.inlet.weight)
+
+
+def hooks_on_weights() -> list[int]:
+    """Return how many hooks the weights have after forwards."""
+    with get_strategy("deepspeed", stage=3) as strategy:
+        model = strategy.setup_module(ShowsAWeight())
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.ones(2, 4), 0)
+        return [len(each._backward_hooks or ()) for each in model.parameters()]
+
+
+def test_weights_that_are_returned_gather_no_hooks(worlds: Any) -> None:
+    for found in worlds(2).run(hooks_on_weights):
+        assert not any(found)
+
+
+def gradient_of_the_frozen() -> Any:
+    """Return the gradients where one rank alone reaches what was frozen since its forward."""
+    with get_strategy("deepspeed", stage=1, overlap_comm=False) as strategy:
+        strategy.seed_everything(0)
+        model: Any = Experts()
+        model, _ = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        loss = model(torch.ones(2, 4), (0, None)[strategy.global_rank]).sum()
+        for parameter in strategy.unwrap(model).experts[0].parameters():
+            parameter.requires_grad_(False)
+        strategy.backward(loss, model)
+        return {name: each.tolist() for name, each in strategy.module_gradients(model).items()}
+
+
+def test_what_one_rank_has_frozen_since_its_forward_is_not_mixed_up(worlds: Any) -> None:
+    torch.manual_seed(0)
+    plain = Experts()
+    for taken in (0, None):
+        (plain(torch.ones(2, 4), taken).sum() / 2).backward()
+    found, _ = worlds(2).run(gradient_of_the_frozen)
+    truth = {name: each.grad.tolist() for name, each in plain.inlet.named_parameters(prefix="inlet")}
+    assert set(found) == set(truth)
+    for name, own in truth.items():
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(own))

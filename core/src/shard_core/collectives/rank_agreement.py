@@ -33,7 +33,11 @@ def check_called_alike(name: str, collectives: Collectives, advice: str = "") ->
 
 
 def check_used_alike(
-    used: Sequence[tuple[str, bool]], collectives: Collectives, advice: str = "", *, at: str = "the end of a backward"
+    used: Sequence[tuple[str, bool]],
+    collectives: Collectives,
+    advice: str = "",
+    *,
+    at: str = "a comparison of gradients",
 ) -> None:
     """Check that losses have used the same parameters on every rank; every rank calls this, with one small message.
 
@@ -84,7 +88,7 @@ def _compare(
     if rank is None:
         return everyone
     raise SetupError(
-        f"ranks run different parts of a module, whose parameters are spread over all of them: rank 0 comes to "
-        f"{names[0]} where rank {rank} comes to {names[rank]}; call the same on every rank, were its output times "
-        f"zero, {advice}or train under 'ddp'."
+        f"ranks run different parts of a module, and would wait for each other: rank 0 comes to {names[0]} where rank "
+        f"{rank} comes to {names[rank]}; call the same on every rank, were its output times zero, {advice}or train "
+        "under 'ddp' with find_unused_parameters=True."
     )

@@ -46,14 +46,13 @@ when parameters without elements are gathered without others.
 ``clip_grad`` and, by their options' names, further attributes of the optimizers of stages 1 to 3: with what they act.
 The engine's public methods repeat the configuration. They can go when DeepSpeed exposes what its parts were made with.
 
-``ipg_buckets``, ``params_already_reduced`` and ``extra_large_param_to_reduce`` of the optimizers: what a backward that
-an exception has ended was about to send. They can go when DeepSpeed has a call that begins a step anew.
+``ipg_buckets``, ``params_already_reduced``, ``extra_large_param_to_reduce``, ``previous_reduced_grads`` and
+``_release_ipg_buffers`` of the optimizers: what a backward that an exception has ended was about to send, and what it
+had sent. They can go when DeepSpeed has a call that begins a step anew.
 
-``Tensor._version``: how often a tensor was written to in place. It is torch's own name for it, and documented in its
-notes on autograd alone.
-
-``Tensor._backward_hooks`` and ``_post_accumulate_grad_hooks``: whether users have registered hooks on a part, which
-nothing would call. They can go when torch lists hooks in public.
+``Tensor._version``, ``_backward_hooks`` and ``_post_accumulate_grad_hooks``: how often a tensor was written to, which
+torch's notes on autograd alone document, and whether users have registered hooks on a part, which nothing would call.
+They can go when torch lists hooks in public.
 """
 
 from __future__ import annotations
@@ -235,6 +234,8 @@ def forget_backward(zero: Any) -> None:
     if hasattr(zero, "extra_large_param_to_reduce"):  # stages 1 and 2
         zero.params_already_reduced = [False] * len(zero.params_already_reduced)
         zero.extra_large_param_to_reduce.clear()
+        zero.previous_reduced_grads.clear()
+        zero._release_ipg_buffers()
 
 
 def publish_runs(zero: Any) -> None:
@@ -272,8 +273,7 @@ def stored_shard(parameter: Any) -> torch.Tensor | None:
 
 def is_away(parameter: Any) -> bool:
     """Return whether a parameter's values are partitioned over ranks just now, with none of them in the module."""
-    status = getattr(parameter, "ds_status", None)
-    return status is not None and status.name != "AVAILABLE"
+    return getattr(getattr(parameter, "ds_status", None), "name", "AVAILABLE") != "AVAILABLE"
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:

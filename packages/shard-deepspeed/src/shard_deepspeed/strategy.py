@@ -100,6 +100,11 @@ class DeepSpeedStrategy(Strategy):
             self.engine_add_optimizer(module, optimizer, names)
         return module
 
+    @property
+    def _advice(self) -> str:
+        """What users may do where ranks use different layers, beside what they may do everywhere."""
+        return "take overlap_comm=False, " if self.config.zero_stage == 1 else ""
+
     def _compare_calls(self, module: torch.nn.Module, trained: int) -> UnevenCalls:
         """Have ranks compare what they come to, from before DeepSpeed registers its hooks."""
         config = self.config
@@ -111,8 +116,10 @@ class DeepSpeedStrategy(Strategy):
             self.collectives,
             gathers=compares and config.zero_stage == 3,
             sends=compares and early and trained > config.reduce_bucket_size,
+            advice=self._advice,
         )
         uneven.watch_gradients()
+        self._environment.callback(uneven.close)  # also if there will be no engine
         return uneven
 
     def _initialize(self, module: torch.nn.Module, trained: list[torch.nn.Parameter]) -> Any:
@@ -184,8 +191,7 @@ class DeepSpeedStrategy(Strategy):
             loss.backward(**kwargs)
         for zero in self._zero.values():
             zero.end_backward(self.collectives)
-        advice = "take overlap_comm=False, " if self.config.zero_stage == 1 else ""
-        check_used_alike([pair for zero in self._zero.values() for pair in zero.used()], self.collectives, advice)
+        check_used_alike([pair for zero in self._zero.values() for pair in zero.used()], self.collectives, self._advice)
         for zero in self._zero.values():
             zero.finish()
 

@@ -18,7 +18,7 @@ from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
 from shard_deepspeed.zero.named_parameters import gather_listed, list_plainly
 from shard_deepspeed.zero.partitions import partitions, shard_part
-from shard_deepspeed.zero.trained_parameter import TrainedParameter
+from shard_deepspeed.zero.trained_parameter import TrainedParameter, fill_frozen
 from shard_deepspeed.zero.whole_loads import WholeLoads
 
 if TYPE_CHECKING:
@@ -202,13 +202,13 @@ class ZeroModule:
         return _versions.backwards_uncounted(self._module)
 
     def used(self) -> list[tuple[str, bool]]:
-        """List what is trained by name, and whether this backward has used it, or one before that was deferred.
+        """List what is trained by name, and whether this backward has come to it, or one before that was deferred.
 
         Gradients go into messages as backward makes them, those that have waited last, so both count; nothing is listed
         where they go in one order on every rank.
         """
         trained = [] if self.deferring or self._layout.sends_last else self._trained.values()
-        return [pair for each in trained for pair in ((each.name, each.reached), (each.name, each.waits))]
+        return [pair for each in trained for pair in ((each.name, each.passed), (each.name, each.waits))]
 
     def end_backward(self, collectives: Collectives) -> None:
         """End a backward on every rank; where nothing is sent before, who has no gradient that others have has zeros.
@@ -226,6 +226,8 @@ class ZeroModule:
             each.passed = bool(passed)
             if waits and not each.waits:
                 each.fill()
+            elif passed and each.parameter.grad is None:  # what was frozen since the forward of another rank
+                fill_frozen(each.parameter)
 
     @property
     def waits(self) -> bool:
@@ -269,15 +271,14 @@ class ZeroModule:
         """Announce backwards from tensors inside objects, in which DeepSpeed looks for none; end what has failed."""
         del args
         self._call = None
-        failed = output is None and sys.exc_info()[0] is not None  # as torch calls hooks that it always calls
+        if output is None and sys.exc_info()[0] is not None:  # as torch calls hooks that it always calls
+            _versions.end_failed_forward(self.engine)
+            return
         try:
-            if not failed:
-                failed = True  # unless the call ends on all ranks
-                self._uneven.end_call()
-                failed = False
-        finally:
-            if failed:
-                _versions.end_failed_forward(self.engine)
+            self._uneven.end_call()
+        except SetupError:
+            _versions.end_failed_forward(self.engine)
+            raise
         for tensor in inside_objects(output):
             _versions.announce_backward(self.engine.optimizer, module, tensor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -28,17 +29,20 @@ class UnevenCalls:
         collectives: Of all ranks.
         gathers: Whether layers gather their parameters as they are called.
         sends: Whether a backward may send gradients before its end.
+        advice: What users may do about it, as ``check_called_alike`` takes it.
 
     Attributes:
         deferring: Whether backwards send nothing just now.
     """
 
-    def __init__(self, module: torch.nn.Module, collectives: Collectives, *, gathers: bool, sends: bool) -> None:
+    def __init__(
+        self, module: torch.nn.Module, collectives: Collectives, *, gathers: bool, sends: bool, advice: str = ""
+    ) -> None:
         self.deferring = False
-        self._module, self._collectives = module, collectives
+        self._module, self._collectives, self._advice = module, collectives, advice
         self._kind = type(module).__name__  # which engines may exchange
         self._gathers, self._sends = gathers, sends
-        self._calls = gathers
+        self._compares_calls = gathers
         self._hooks: list[RemovableHandle] = []
 
     def watch_gradients(self) -> None:
@@ -67,7 +71,7 @@ class UnevenCalls:
             SetupError: On every rank, if they do not.
         """
         # Of compiled modules some ranks may run parts in Python.
-        self._calls = self._gathers and not is_compiled(self._module)
+        self._compares_calls = self._gathers and not is_compiled(self._module)
         self._compare_call(self._kind)
 
     def end_call(self) -> None:
@@ -92,8 +96,8 @@ class UnevenCalls:
         Raises:
             SetupError: On every rank, if it does not.
         """
-        if self._calls or (self._sends and not self.deferring):
-            check_called_alike("the end of a backward", self._collectives)
+        if self._compares_calls or (self._sends and not self.deferring):
+            check_called_alike("the end of a backward", self._collectives, self._advice)
 
     def close(self) -> None:
         """Remove all hooks from the module."""
@@ -101,8 +105,8 @@ class UnevenCalls:
             hook.remove()
 
     def _compare_call(self, what: str) -> None:
-        if self._calls:
-            check_called_alike(what, self._collectives)
+        if self._compares_calls:
+            check_called_alike(what, self._collectives, self._advice)
 
     def _called(self, what: str) -> Callable[[torch.nn.Module, Any], None]:
         def compare(module: torch.nn.Module, args: Any) -> None:
@@ -115,12 +119,15 @@ class UnevenCalls:
     def _returned(self, what: str) -> Callable[[torch.nn.Module, Any, Any], None]:
         def watch(module: torch.nn.Module, args: Any, output: Any) -> None:
             del module, args
-            if torch.compiler.is_compiling() or not self._calls:
+            if torch.compiler.is_compiling() or not self._compares_calls:
                 return
             named = types.SimpleNamespace(output=output)  # what an output holds itself would be left out
-            collectives = self._collectives  # a graph that held the module would never be freed
-            for tensor in inside_objects(named):
-                tensor.register_hook(lambda _: check_called_alike(what, collectives))
+            compare = functools.partial(
+                check_called_alike, what, self._collectives, self._advice
+            )  # without the module,
+            for tensor in inside_objects(named):  # or the graph would hold it
+                if tensor.grad_fn is not None:  # else it is a parameter, which keeps its hooks
+                    tensor.register_hook(lambda _: compare())
 
         return watch
 
@@ -128,6 +135,6 @@ class UnevenCalls:
         def compare(parameter: torch.Tensor) -> None:
             del parameter
             if not self.deferring:
-                check_called_alike(what, self._collectives)
+                check_called_alike(what, self._collectives, self._advice)
 
         return compare

@@ -87,8 +87,9 @@ class FullParameterHooks:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Make the first gradient that comes inside prepare a backward, whose gradients the strategy sends."""
+        if not self._deferring:  # else nothing is sent
+            self._agree("a backward")
         self._asked = True
-        self._agree("a backward")
         self._begin_backward()
         try:
             yield
@@ -121,6 +122,8 @@ class FullParameterHooks:
         Args:
             collectives: Of all ranks.
         """
+        if collectives.world_size == 1:
+            return
         self._agree = functools.partial(check_called_alike, collectives=collectives)
         for unit, own in zip(self._units, self._of_units, strict=True):
             if isinstance(unit.reduce_scatter_op, ReduceScatter):
@@ -190,7 +193,8 @@ class FullParameterHooks:
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         del root, args
-        self._agree("the end of a forward")
+        if not self._deferring:
+            self._agree("the end of a forward")
         self._keep_writes()  # before a step changes shards
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves([inside_objects(output), output]):

@@ -66,7 +66,8 @@ def unit_class() -> Any:
             return shard.view(()) if self._lacks_rows(tensor) else shard
 
         def _rebuild_full_params(self, *args: Any, **kwargs: Any) -> None:
-            self.gathering()
+            if not self.has_full_params:
+                self.gathering()
             shards: Any = self.sharded_params
             self.sharded_params = [self._with_rows(each) for each in shards]
             try:
