@@ -25,20 +25,11 @@ def split_pairs(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class TestTensorParallel(Conformance):
-    """On four ranks the mesh is 2x2."""
+    """On two ranks the mesh is 1x2, on four 2x2."""
 
     strategy = "tp"
     options = {"tensor_parallel_size": 2, "parallelize_fn": split_pairs}
-    world_sizes = (4,)
-
-
-@pytest.mark.long
-class TestTensorParallelAlone(Conformance):
-    """On two ranks the mesh is 1x2: all see the same data."""
-
-    strategy = "tp"
-    options = {"tensor_parallel_size": 2, "parallelize_fn": split_pairs}
-    world_sizes = (2,)
+    world_sizes = (2, 4)
 
 
 @pytest.mark.long
