@@ -264,6 +264,7 @@ def test_reference_tells_what_every_capability_is():
     assert all(refused for _, _, refused in listed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "file", sorted([ROOT / EXAMPLE, *ROOT.glob("packages/[!_]*/src/**/*.py")]), ids=lambda file: file.stem
 )

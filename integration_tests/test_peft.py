@@ -27,6 +27,8 @@ WORLDS = {
     "deepspeed_stage_3": (2, [*CASES, TIED]),
     "tp": (2, CASES),  # GPT-2 in transformers has no plan
 }
+OFTEN = ("single", "fsdp", "deepspeed_stage_3", "tp")
+"""Of these, what is asked in every run: one of each engine."""
 
 
 def run(name: str, cases: list[tuple[str, str, bool]]) -> Any:
@@ -41,7 +43,9 @@ def run(name: str, cases: list[tuple[str, str, bool]]) -> Any:
     return answers
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in WORLDS]
+)
 def test_adapters_train_as_in_plain_pytorch(worlds: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     size, cases = WORLDS[name]

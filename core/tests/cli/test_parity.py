@@ -226,7 +226,8 @@ def test_a_right_strategy_is_right_in_every_precision(script, precision):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adagrad", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
 @pytest.mark.parametrize("strategy", ["ddp"])
 def test_ranks_train_as_one_device_does(script, strategy, optimizer):
     optimizer = f"{script}:{optimizer}" if optimizer == "adagrad" else optimizer

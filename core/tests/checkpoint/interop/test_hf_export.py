@@ -226,6 +226,7 @@ print(most - before)
 """
 
 
+@pytest.mark.long
 def test_memory_is_that_of_the_largest_tensor(tmp_path):
     save(tmp_path / "small", nn.Linear(2, 2))
     layers = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(5)))  # 32 MiB each
