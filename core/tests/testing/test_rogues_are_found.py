@@ -34,7 +34,7 @@ FOUND = (
     *("drops_moments", "forgets_random_numbers", "rounds_a_tensor", "averages_copies", "whole_everywhere"),
     *("keeps_its_first_look", "counts_steps_together", "saves_later", "hushes_failures", "sends_parameters_only"),
     *("hands_out_what_trains", "passes_non_finite", "drops_the_clipped", "trains_the_unfrozen_alone"),
-    *("skips_a_weight", "max_is_sum"),
+    *("skips_a_weight", "max_is_sum", "saves_its_first_save", "averages_over_users", "cuts_second_derivatives"),
 )
 
 
