@@ -122,10 +122,9 @@ class UnevenCalls:
             if torch.compiler.is_compiling() or not self._compares_calls:
                 return
             named = types.SimpleNamespace(output=output)  # what an output holds itself would be left out
-            compare = functools.partial(
-                check_called_alike, what, self._collectives, self._advice
-            )  # without the module,
-            for tensor in inside_objects(named):  # or the graph would hold it
+            # Holds no module, or the graph would hold it too.
+            compare = functools.partial(check_called_alike, what, self._collectives, self._advice)
+            for tensor in inside_objects(named):
                 if tensor.grad_fn is not None:  # else it is a parameter, which keeps its hooks
                     tensor.register_hook(lambda _: compare())
 
