@@ -64,7 +64,8 @@ again in it. ``Variable._execution_engine``: what to call at its end. They can g
 their ``fsdp_params`` with ``_unsharded_param`` and ``sharded_param``: the tensors that units compute with, at which
 graphs end, and what they stand for. They can go when torch says which parameter such a tensor stands for. Beside them
 ``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients wait, to throw them away. They
-can go when torch does so in ``zero_grad``. ``is_unsharded``, to notice gradients that nothing will send, and
+can go when torch does so in ``zero_grad``. ``post_backward``, to reduce once in a backward what was called in parts: it
+can go when torch adds up deferred gradients by parameter. ``is_unsharded``, to notice gradients that nothing sends, and
 ``reset_sharded_param``, by which a unit reads its shards anew. ``_root_post_backward_final_callback``, by which units
 begin anew after a backward that an exception has ended: it can go when all have ``reset_iter_state``, of torch 2.13,
 and ``_is_root``, None before a unit has run.
@@ -200,15 +201,7 @@ def identity(generator: torch.Generator) -> int:
 
 
 def run_unit_hooks(module: torch.nn.Module, output: Any) -> Any:
-    """Run the hooks that ``fully_shard`` has set on a module, and no others, as if it had computed an output.
-
-    Args:
-        module: One of a unit's.
-        output: What another one computed.
-
-    Returns:
-        What the hooks made of it.
-    """
+    """Run the hooks that ``fully_shard`` has set on a module, and no others; return what they make of an output."""
     for hook in filter(_is_of_units, list(module._forward_pre_hooks.values())):
         hook(module, (), {})
     for hook in filter(_is_of_units, list(module._forward_hooks.values())):
@@ -335,6 +328,12 @@ def drop_deferred_gradients(module: torch.nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
     for unsharded in gathered_for(module):
         unsharded.grad = None
+
+
+def reduce_gradients(module: object) -> None:
+    """Have a unit reduce the gradients that it holds."""
+    for group in _unit_groups(module):
+        group.post_backward()
 
 
 def begin_anew(module: Any) -> None:

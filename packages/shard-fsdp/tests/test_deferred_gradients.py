@@ -198,3 +198,62 @@ def test_what_is_whole_on_every_rank_is_averaged_though_it_was_frozen_at_setup(w
     for losses, temperature in worlds(2).run(unfreeze_a_scalar):
         assert losses == pytest.approx(expected, rel=1e-6)
         assert temperature == pytest.approx(model.temperature.item(), rel=1e-6)
+
+
+class OneByOne(torch.nn.Module):
+    """Layers that a method calls one by one, two of which are one unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, width), torch.nn.Linear(width, 6))
+        self.top = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.top(self.body(x))
+        return hidden.square().mean()
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+
+COPIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp": (2, {"sharding_strategy": "NO_SHARD"}),
+    "hsdp": (4, {"device_mesh": (2, 2)}),
+}
+
+
+def rows(rank: int, ranks: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(8, 6, generator=generator)[rank::ranks] for _ in range(3)]
+
+
+def one_by_one(name: str, width: int, plain: bool, whole: Sequence[int]) -> Gradients:
+    """Return the gradients of three micro-batches, the first two of which wait, some of them by forward."""
+    ranks, options = COPIES[name]
+    with get_strategy(name, unit_bytes=200, **options) as strategy:
+        strategy.seed_everything(0)
+        model: Any = OneByOne(width)
+        model, _ = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters())])
+        for number, x in enumerate(rows(strategy.global_rank, ranks)):
+            with strategy.no_backward_sync(model, enabled=number < 2):
+                loss = model(x) if number in whole else strategy.unwrap(model).score(x)
+                if plain and number < 2:
+                    loss.backward()
+                else:
+                    strategy.backward(loss, model)
+        return strategy.module_gradients(model)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("whole", [(), (1,)])
+@pytest.mark.parametrize("width", [6, 5])
+@pytest.mark.parametrize("name", COPIES)
+def test_what_waits_of_a_unit_called_in_parts_is_added_up_by_parameter(
+    worlds: Any, name: str, width: int, plain: bool, whole: Sequence[int]
+) -> None:
+    torch.manual_seed(0)
+    model = OneByOne(width)
+    for x in rows(0, 1):
+        model(x).backward()
+    expected: Gradients = {key: each.grad for key, each in model.named_parameters()}  # type: ignore[misc]
+    oracle.assert_same_weights(worlds(COPIES[name][0]).run(one_by_one, name, width, plain, whole)[0], expected, 1e-5)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from shard_core._versions import (
     deferred_shards,
     drop_deferred_gradients,
     gathered_for,
+    reduce_gradients,
     running_backward,
     version_of,
 )
@@ -25,6 +26,8 @@ from shard_core.fully_shard.units import sharded_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed.fsdp import FSDPModule
 
     from shard_core.collectives.interface import Collectives
     from shard_core.fully_shard.units import Unit
@@ -41,21 +44,34 @@ class DeferredSync:
         module: A module that was sharded.
         units: Its units, without the root's.
         collectives: Of all ranks, which refuse together.
+        in_parts: Parts of units, or the first modules of units, of which some part was called on its own. Torch
+            reduces such a unit once for each of them, and what it adds up of one it would add to what it has of others.
 
     Attributes:
         deferred: Whether the reduction of gradients is deferred just now.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], collectives: Collectives) -> None:
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], collectives: Collectives, in_parts: Collection[nn.Module]
+    ) -> None:
         self.deferred = False
         self._collectives = collectives
+        self._in_parts = in_parts
         self._groups = [_Group(repr(unit.names[0]), unit.modules[0]) for unit in units]
         self._groups.append(_Group("the root unit", module))
 
     def begin_backward(self) -> None:
-        """Begin to note what a backward reaches."""
+        """Begin to note what a backward reaches, and hold what units would reduce in parts."""
         for group in self._groups:
             group.watch()
+            group.hold(group.unit in self._in_parts and (self.deferred or bool(group.pending)))
+
+    def reduce(self) -> None:
+        """Reduce what was held, once, as a backward ends."""
+        for group in self._groups:
+            if group.holds:
+                group.hold(False)
+                reduce_gradients(group.unit)
 
     def forget(self) -> None:
         """Forget what is deferred, which was thrown away."""
@@ -82,24 +98,33 @@ class _Group:
     """The parameters of one unit, which torch sends as one message.
 
     Attributes:
+        unit: The first of its modules.
         pending: Those whose gradients are deferred.
+        holds: Whether a backward leaves its gradients whole on their rank.
     """
 
     def __init__(self, name: str, unit: nn.Module) -> None:
+        self.unit = unit
         self.pending: set[torch.Tensor] = set()
+        self.holds = False
         self._name = name
-        self._unit = unit
         self._watched: set[torch.Tensor] = set()
         self._reached: set[torch.Tensor] = set()
 
     def watch(self) -> None:
         """Begin to note which parameters get gradients; torch makes what computes when it is first gathered."""
         self._reached.clear()
-        for parameter in gathered_for(self._unit):
+        for parameter in gathered_for(self.unit):
             if parameter not in self._watched and parameter.requires_grad:
                 # Garbage collection does not see what such a hook holds: with the unit, it would hold the whole model.
                 parameter.register_post_accumulate_grad_hook(functools.partial(_note, weakref.ref(self)))
                 self._watched.add(parameter)
+
+    def hold(self, holds: bool) -> None:
+        """Have backwards leave the unit's gradients whole on their rank, or reduce them again."""
+        if holds != self.holds:
+            self.holds = holds
+            cast("FSDPModule", self.unit).set_requires_gradient_sync(not holds, recurse=False)
 
     def note(self, parameter: torch.Tensor) -> None:
         """Note that a parameter was given a gradient."""
@@ -166,6 +191,8 @@ class PlainBackward:
         if self.running == running_backward():
             return
         self.running = running_backward()
+        for sync in self._syncs.values():
+            at_backward_end(sync.reduce, first=True)
         at_backward_end(self._end)
         for module in self._deferring:
             for called in self._told.get(module, ()):

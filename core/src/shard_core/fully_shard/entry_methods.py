@@ -72,6 +72,7 @@ class EntryMethods:
 
     Attributes:
         second_derivatives: What notices graphs of gradients.
+        in_parts: The first modules of units of which some part was called so, not the unit whole.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class EntryMethods:
         uneven: UnevenCalls,
     ) -> None:
         self.second_derivatives = SecondDerivatives(module)
+        self.in_parts: set[torch.nn.Module] = set()
         self._module = module
         self._before_forward, before_backward = told
         self._before_backward = _OnceABackward(before_backward)
@@ -201,6 +203,8 @@ class EntryMethods:
         if stale:  # a method goes on with what the root had gathered
             cast("FSDPModule", self._module).unshard()
         unit = self._unit_of[part][0]
+        if self._unit_of[part] != (part,):
+            self.in_parts.add(unit)
         cast("FSDPModule", unit).unshard()
         self._writes.begin(unit, part)
 

@@ -161,8 +161,6 @@ class FullySharder:
         self._replicas[module] = AveragedGradients(_unsharded(module, kept), at_end=True)
         for parameter in filter(is_differentiable, _unsharded(module, kept) if self._mesh.size() > 1 else ()):
             self._handles.append(on_gradient(parameter, self._check_backward))
-        if self._deferred == "all_reduce":
-            self._syncs[module] = DeferredSync(module, units, self._collectives)
         shards = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._gradients[module] = DeferredGradients(shards)
         self._hooks[module] = GradientHooks(module)
@@ -173,6 +171,8 @@ class FullySharder:
         self._uneven[module] = UnevenCalls(module, units, self._mesh, self._collectives, at_once=at_once)
         told = (self._begin_forward, follow)
         self._calls[module] = EntryMethods(module, units, told, self._writes[module], self._uneven[module])
+        if at_once:
+            self._syncs[module] = DeferredSync(module, units, self._collectives, self._calls[module].in_parts)
         list_shards(module, self._calls[module])
         NoInferenceMode(module)
         for part in module.modules():  # any of which may be given its own
@@ -245,6 +245,8 @@ class FullySharder:
         for sharded, uneven in self._uneven.items():
             if sharded not in self._deferring or self._deferred == "all_reduce":
                 uneven.fill()
+        for sync in self._syncs.values():
+            sync.reduce()
 
     def _begin_forward(self) -> None:
         self._begin_anew()
