@@ -78,6 +78,16 @@ def clamp_gradients(model: Any) -> None:
     model.second.bias.grad.fill_(0.01)
 
 
+def assign_gradients(model: Any) -> None:
+    kept = model.first.bias.grad
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = 0.5 * parameter.grad
+            parameter.grad = torch.nan_to_num(parameter.grad / torch.tensor(3.0)).clamp(-0.02, 0.02) - 0.001
+            parameter.grad.mul_(2)
+    kept.mul_(100)  # which nothing holds any more
+
+
 def zero(model: Any) -> None:
     model.zero_grad()
 
@@ -100,7 +110,8 @@ def nothing(model: Any) -> None:
 
 
 EDITS = {each.__name__: each for each in (halve, clamp_data, exchange_data, average, load, nothing)}
-GRADIENTS = {each.__name__: each for each in (rescale_gradients, clamp_gradients, zero_one_layer, nothing)}
+TOUCHES = (rescale_gradients, clamp_gradients, assign_gradients, zero_one_layer, nothing)
+GRADIENTS = {each.__name__: each for each in TOUCHES}
 ZEROS = {each.__name__: each for each in (zero, zero_in_place, drop)}
 
 
@@ -146,7 +157,7 @@ def by_hand(stage: int, optimizer: str, hands: list[tuple[str, str, str]]) -> li
 def test_what_is_done_to_a_module_counts(worlds: Any, stage: int, optimizer: str) -> None:
     hands = [("nothing", "zero", edit) for edit in EDITS]
     hands += [("rescale_gradients", "zero_in_place", "nothing"), ("zero_one_layer", "drop", "nothing")]
-    hands += [("clamp_gradients", "zero", "nothing")]
+    hands += [("clamp_gradients", "zero", "nothing"), ("assign_gradients", "zero", "nothing")]
     for rank in worlds(2).run(by_hand, stage, optimizer, hands):
         for each, weights in zip(hands, rank, strict=True):
             oracle.assert_same_weights(weights, plain(optimizer, each), 1e-5)

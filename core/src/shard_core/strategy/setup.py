@@ -269,9 +269,14 @@ class StrategySetup(StrategyLifecycle):
         for optimizer, accumulation in known.optimizers.items():
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
         parts = self.engine_flat_parts(module) or {}
-        if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size):
+        apart = bool(parts) or SynchronizedInit.is_needed(module, self.world_size)
+        if apart and self.root_device.type in ("cpu", "cuda"):
             known.hooks.append(
-                SynchronizedInit(module, spread={each for each, part in parts.items() if 0 not in part.shape})
+                SynchronizedInit(
+                    module,
+                    lambda: self.engine_flat_parts(module) or {},
+                    lambda: self.engine_publish_parts(module),
+                )
             )
         names.let_go()
         self._registry.add(known)

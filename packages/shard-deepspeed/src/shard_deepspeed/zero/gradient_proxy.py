@@ -21,6 +21,13 @@ _ELEMENTWISE = {
 }
 """What changes each element by itself, and by numbers that are the same for all."""
 
+_COPYING = {
+    *(aten.clone.default, aten.neg.default, aten.sign.default, aten.nan_to_num.default),
+    *(aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor),
+    *(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default),
+}
+"""What makes another gradient of each element by itself."""
+
 _FOREACH: dict[Any, Callable[..., torch.Tensor]] = {
     aten._foreach_zero_.default: torch.Tensor.zero_,
     aten._foreach_mul_.Tensor: torch.Tensor.mul_,
@@ -41,7 +48,8 @@ class GradientProxy(torch.Tensor):
 
     Without it ``p.grad`` of a module's parameter would be None between a backward and a step, and loops over gradients,
     and ``module.zero_grad()``, would do nothing and say nothing. Its norm is that of the whole gradient, for which
-    every rank must ask: torch clips by it.
+    every rank must ask: torch clips by it. What is computed of it alike everywhere is another, with values of its own,
+    which may be put in its place.
 
     Args:
         parameter: The module's.
@@ -53,12 +61,22 @@ class GradientProxy(torch.Tensor):
     _numel: int
     _norm_of: Norm
     _over: bool
+    _scalar: torch.Tensor
+    _own: torch.Tensor | None
+    _origin: tuple[torch.Tensor, int] | None
 
     @staticmethod
     def __new__(cls: type[GradientProxy], parameter: torch.Tensor, part: FlatPart, norm: Norm) -> GradientProxy:
         """Allocate one element's memory, whatever the shape."""
-        made = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
-        made._part, made._numel, made._norm_of, made._over = part.values, math.prod(part.shape), norm, False
+        return cls._made(parameter.detach().new_zeros(()), parameter.shape, part.values, math.prod(part.shape), norm)
+
+    @classmethod
+    def _made(
+        cls, scalar: torch.Tensor, shape: torch.Size, part: torch.Tensor, numel: int, norm: Norm
+    ) -> GradientProxy:
+        made = scalar.expand(shape).as_subclass(cls)
+        made._scalar, made._part, made._numel, made._norm_of, made._over = scalar, part, numel, norm, False
+        made._own = made._origin = None
         return made
 
     @classmethod
@@ -97,15 +115,38 @@ class GradientProxy(torch.Tensor):
             return [torch.linalg.vector_norm(each, *numbers) for each in shown]
         if func is aten.linalg_vector_norm.default and not kwargs:
             return shown._whole_norm(*numbers)
-        alike = func in _ELEMENTWISE and isinstance(shown, cls) and not shown._over
+        alike = func in _ELEMENTWISE | _COPYING and isinstance(shown, cls) and not shown._over
         if kwargs or not alike or any(isinstance(number, torch.Tensor) and number.dim() for number in numbers):
             raise _refusal()
-        if shown._part.grad is not None:
-            func(shown._part.grad, *numbers)
+        values = shown._current
+        if func in _COPYING:
+            return shown._copied(func(values, *numbers)) if values is not None else shown
+        if values is not None:
+            func(values, *numbers)
         return shown
 
-    def _whole_norm(self, norm_type: float = 2.0, *along: object) -> torch.Tensor:
+    @property
+    def _current(self) -> torch.Tensor | None:
+        return self._part.grad if self._own is None else self._own
+
+    def _copied(self, values: torch.Tensor) -> GradientProxy:
+        made = self._made(self._scalar, self.shape, self._part, self._numel, self._norm_of)
         gradient = self._part.grad
+        made._own = values
+        made._origin = self._origin or (None if gradient is None else (gradient, gradient._version))
+        return made
+
+    def replaces(self, part: torch.Tensor) -> bool:
+        """Return whether it was computed of a part's gradient, which is still what it was."""
+        gradient, origin = self._part.grad, self._origin
+        return part is self._part and origin is not None and origin[0] is gradient and origin[1] == gradient._version
+
+    def replace(self) -> None:
+        """Put its values in the place of the gradient of which it was computed."""
+        self._part.grad, self._own, self._origin = self._own, None, None
+
+    def _whole_norm(self, norm_type: float = 2.0, *along: object) -> torch.Tensor:
+        gradient = self._current
         if gradient is None or self._over or norm_type <= 0 or any(along):
             raise _refusal()
         return self._norm_of(gradient, norm_type)

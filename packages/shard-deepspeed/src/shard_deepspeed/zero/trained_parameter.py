@@ -157,6 +157,8 @@ class TrainedParameter:
     def follow_gradient(self) -> None:
         """Drop the gradient if it is gone from the module's parameter, and show none that is gone from the part.
 
+        What was computed of it, and stands in its place in the module's parameter, is taken into the part.
+
         Raises:
             SetupError: If there is another one in its place.
         """
@@ -170,6 +172,10 @@ class TrainedParameter:
             if values.grad is None:
                 self.hide_gradient()
                 self._end_proxy()
+        elif isinstance(gradient, GradientProxy) and gradient.replaces(values):
+            self._end_proxy()
+            gradient.replace()
+            self._proxy, self.shown = gradient, True
         elif not self.waits and values is not self.parameter:
             raise SetupError(
                 f"a gradient was put into .grad of {self.name!r}, and the step reads that of this rank's part of it; "
