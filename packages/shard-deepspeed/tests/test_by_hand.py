@@ -127,6 +127,8 @@ def loop(strategy: Any, model: Any, optimizer: Any, share: Any, hands: tuple[str
         strategy.backward(loss, model)
         if number != 2:
             GRADIENTS[gradients](model)
+        if number == 1:  # added to what was touched
+            strategy.backward(model(*share(batch)), model)
         strategy.optimizer_step(optimizer)
         ZEROS[zeros](model)
         if number < _STEPS - 1:

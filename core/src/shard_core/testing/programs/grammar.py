@@ -174,7 +174,7 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         denominator=denominator,
         deferred=how != "accumulated" and chance.random() < 0.25,
         extra=extra,
-        alone=extra and runs_alone(program, how) and chance.random() < 0.2,
+        alone=extra and runs_alone(program, how) and chance.random() < 0.1,
     )
 
 

@@ -142,8 +142,11 @@ class GradientProxy(torch.Tensor):
         return part is self._part and origin is not None and origin[0] is gradient and origin[1] == gradient._version
 
     def replace(self) -> None:
-        """Put its values in the place of the gradient of which it was computed."""
-        self._part.grad, self._own, self._origin = self._own, None, None
+        """Write its values to the gradient of which it was computed, to which DeepSpeed adds what comes next."""
+        assert self._part.grad is not None
+        assert self._own is not None
+        self._part.grad.copy_(self._own)
+        self._own = self._origin = None
 
     def _whole_norm(self, norm_type: float = 2.0, *along: object) -> torch.Tensor:
         gradient = self._current

@@ -283,8 +283,11 @@ class ZeroModule:
             _versions.announce_backward(self.engine.optimizer, module, tensor)
 
     def follow_gradients(self) -> None:
-        """Drop gradients that the module's parameters show no more, also those that DeepSpeed was about to send."""
+        """Take what stands in the place of gradients, and drop those that the module's parameters show no more."""
         left = any(each.left for each in self._trained.values())
+        # All are looked at first: where gradients of parts share memory, a change of one counts for the others.
+        for each in [each for each in self._trained.values() if each.replaced]:
+            each.take_replacement()
         for each in self._trained.values():
             each.follow_gradient()
         if left and not any(each.left for each in self._trained.values()):

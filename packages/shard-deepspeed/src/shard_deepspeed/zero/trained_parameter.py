@@ -154,10 +154,24 @@ class TrainedParameter:
         if deferred is not None and self.waits and deferred.waiting is None:
             self.part.values.grad = None
 
+    @property
+    def replaced(self) -> bool:
+        """Whether what was computed of the gradient stands in its place in the module's parameter."""
+        gradient = self.parameter.grad
+        if not isinstance(gradient, GradientProxy) or gradient is self._proxy:
+            return False
+        return gradient.replaces(self.part.values)
+
+    def take_replacement(self) -> None:
+        """Take into the part what stands in the place of its gradient."""
+        gradient = self.parameter.grad
+        assert isinstance(gradient, GradientProxy)
+        self._end_proxy()
+        gradient.replace()
+        self._proxy, self.shown = gradient, True
+
     def follow_gradient(self) -> None:
         """Drop the gradient if it is gone from the module's parameter, and show none that is gone from the part.
-
-        What was computed of it, and stands in its place in the module's parameter, is taken into the part.
 
         Raises:
             SetupError: If there is another one in its place.
@@ -172,10 +186,6 @@ class TrainedParameter:
             if values.grad is None:
                 self.hide_gradient()
                 self._end_proxy()
-        elif isinstance(gradient, GradientProxy) and gradient.replaces(values):
-            self._end_proxy()
-            gradient.replace()
-            self._proxy, self.shown = gradient, True
         elif not self.waits and values is not self.parameter:
             raise SetupError(
                 f"a gradient was put into .grad of {self.name!r}, and the step reads that of this rank's part of it; "
