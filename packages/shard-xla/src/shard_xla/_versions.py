@@ -169,7 +169,12 @@ def prepare_backward(unit: Any) -> None:
         with torch.enable_grad():  # a backward runs without
             unit._register_post_backward_hooks()
     if not unit.reshard_after_forward:  # the others gather of themselves
-        unit._rebuild_full_params(apply_opt_barrier=unit.optimization_barrier_in_backward)
+        gather(unit)
+
+
+def gather(unit: Any) -> None:
+    """Gather what a unit has freed, for a backward."""
+    unit._rebuild_full_params(apply_opt_barrier=unit.optimization_barrier_in_backward)
 
 
 def without_wrappers(key: str) -> str:

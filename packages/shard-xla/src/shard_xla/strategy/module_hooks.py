@@ -52,6 +52,7 @@ class FullParameterHooks:
         self._prepared = False
         self._outdated = False
         self._asked = False
+        self._graph_kept = False
         self._agree: Callable[[str], None] = lambda _: None
         vars(root)["backward_ended"] = self._end_plain_backward
         for unit, own in zip(self._units, self._of_units, strict=True):
@@ -91,6 +92,10 @@ class FullParameterHooks:
             self._agree("a backward")
         self._asked = True
         self._begin_backward()
+        if self._graph_kept:  # of gradients: it reads frozen weights, freed since, before it comes to any output's hook
+            self._graph_kept = False
+            for unit in self._units:
+                _versions.gather(unit)
         try:
             yield
         finally:
@@ -206,6 +211,7 @@ class FullParameterHooks:
         if self._prepared:
             return
         self._prepared = True
+        self._graph_kept = torch.is_grad_enabled()
         self.check_values()
         for parameter in self._parameters:
             parameter.follow_flag()
