@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shard_core.fully_shard.units import Unit
 
 #: The forward method that is set on units, to run their hooks when a part of them has run.
-_PASS_ON = "_shard_pass_on"
+PASS_ON = "_shard_pass_on"
 
 
 def reshard(module: torch.nn.Module) -> None:
@@ -101,8 +101,8 @@ class EntryMethods:
         self._placed = ReplacementCheck(module)
         self._output: Any = None
         for first, *_ in set(self._unit_of.values()):
-            setattr(first, _PASS_ON, self._give_output)
-            register_fsdp_forward_method(first, _PASS_ON)
+            setattr(first, PASS_ON, self._give_output)
+            register_fsdp_forward_method(first, PASS_ON)
         module.register_forward_hook(torch.compiler.disable(self._announce_unwatched))
         for part in (each for unit in units for each in unit.modules):
             part.register_forward_hook(self._watch_unit)
@@ -271,7 +271,7 @@ class EntryMethods:
         self._output = output
         try:
             # Torch moves what a root is given to CUDA devices, and stumbles over a call that gives nothing.
-            return getattr(unit, _PASS_ON)(None)
+            return getattr(unit, PASS_ON)(None)
         finally:
             self._output = None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from shard_core._versions import in_backward, is_gathered, shards_and_unsharded, version_of
+from shard_core.fully_shard.entry_methods import PASS_ON
 from shard_core.parameters import local_part
 
 if TYPE_CHECKING:
@@ -63,6 +65,9 @@ class _GatheredAhead:
         for part in together:
             # Before torch's own, which gathers; no graph may hold it, as none holds torch's.
             part.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True)
+        for unit in ahead:  # of which a method calls parts, too
+            if hasattr(unit, PASS_ON):
+                setattr(unit, PASS_ON, functools.partial(self._pass_on, unit, getattr(unit, PASS_ON)))
 
     def _begin(self, part: nn.Module, args: Any) -> None:
         del args
@@ -75,6 +80,13 @@ class _GatheredAhead:
             gathered = cast("FSDPModule", unit)
             gathered.unshard()  # it is on its way, and torch would go on with that
             gathered.reshard()
+        self._note_coming(unit)
+
+    def _pass_on(self, unit: nn.Module, call: Callable[..., Any], *args: Any) -> Any:
+        self._note_coming(unit)
+        return call(*args)
+
+    def _note_coming(self, unit: nn.Module) -> None:
         for each in self._ahead.get(unit, ()):
             if not is_gathered(each):
                 self._coming.setdefault(each, _changes(each))  # what no forward has come to is not gathered again
