@@ -157,8 +157,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
             message.send()
         for hooks in self._hooks():
             hooks.end_backward()
-        for sharded in self._sharded.values():
-            sharded.note_gradients()
+        self._note_gradients()
 
     def engine_on_gradient(
         self, parameter: torch.Tensor, called: Callable[[torch.Tensor], object]
@@ -191,12 +190,31 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         for hooks in self._hooks():
             hooks.check_sent(optimizer)
         self._check_scaled()
+        self._note_gradients()  # who asks for them to look at them leaves them as they are
         return [
             LocalGradient(parameter.grad, (dist.group.WORLD,))
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+
+    def clip_gradients_norm(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip as every strategy does; what users change afterwards is looked at again."""
+        norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self._note_gradients()
+        return norm
+
+    def clip_gradients_value(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clip as every strategy does; what users change afterwards is looked at again."""
+        super().clip_gradients_value(module, optimizer, clip_val)
+        self._note_gradients()
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step, and run what is pending: else the graph would grow from step to step."""
@@ -209,8 +227,7 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
             self._check_scaled()
         with stepping_lists(optimizer):
             optimizer.step(closure, **kwargs)
-        for sharded in self._sharded.values():
-            sharded.note_gradients(stepped=True)
+        self._note_gradients(stepped=True)
         torch_xla.sync()
         self._watch.step()
 
@@ -236,6 +253,10 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         shards = [(place.shape, place.tensor) for place in places]
         rank = self.global_rank
         return {shard: FlatPart(shape=shape, start=rank * shard.numel(), values=shard) for shape, shard in shards}
+
+    def _note_gradients(self, *, stepped: bool = False) -> None:
+        for sharded in self._sharded.values():
+            sharded.note_gradients(stepped=stepped)
 
     def _check_scaled(self, *, adds: bool = False) -> None:
         for sharded in self._sharded.values():
