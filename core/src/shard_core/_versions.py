@@ -41,8 +41,7 @@ consist of, two of them private. They are never imported; a pickle that names ot
 writes its metadata as data.
 
 ``TorchDispatchMode``: a context that sees every operation, by which memory on the CPU is measured, and strangers'
-optimizers are kept from collectives and from endless work while they are tried out. It can go when torch documents it;
-``TorchFunctionMode`` sees no collectives.
+optimizers are kept from collectives and endless work when tried out. It can go when torch documents it.
 
 ``IterableDataset._distributed`` of Hugging Face's ``datasets``: over how many ranks ``split_dataset_by_node`` has split
 a stream. Nothing is imported for it. Checked on datasets 5.2.0. It can go when a dataset shows it in public; without
@@ -65,11 +64,11 @@ again in it. ``Variable._execution_engine``: what to call at its end. They can g
 their ``fsdp_params`` with ``_unsharded_param`` and ``sharded_param``: the tensors that units compute with, at which
 graphs end, and what they stand for. They can go when torch says which parameter such a tensor stands for. Beside them
 ``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients wait, to throw them away. They
-can go when torch does so in ``zero_grad``. ``post_backward``, to reduce once in a backward what was called in parts: it
-can go when torch adds up deferred gradients by parameter. ``is_unsharded``, to notice gradients that nothing sends, and
-``reset_sharded_param``, by which a unit reads its shards anew. ``_root_post_backward_final_callback``, by which units
-begin anew after a backward that an exception has ended: it can go when all have ``reset_iter_state``, of torch 2.13,
-and ``_is_root``, None before a unit has run.
+can go when torch does so in ``zero_grad``. ``post_backward`` and ``finalize_backward``, to reduce once in a backward
+what was called in parts: they can go when torch adds up deferred gradients by parameter. ``is_unsharded``, to notice
+gradients that nothing sends, and ``reset_sharded_param``, by which a unit reads its shards anew.
+``_root_post_backward_final_callback``, by which units begin anew after a backward that an exception has ended: it can
+go when all have ``reset_iter_state``, of torch 2.13, and ``_is_root``, None before a unit has run.
 
 ``DTensor._local_tensor`` and ``_spec``: what a DTensor consists of, which torch leaves as it was when ``.data`` is
 assigned (pytorch/pytorch#157391), so that core gives ``DTensor`` a setter that does not. Both, and
@@ -335,6 +334,7 @@ def reduce_gradients(module: object) -> None:
     """Have a unit reduce the gradients that it holds."""
     for group in _unit_groups(module):
         group.post_backward()
+        group.finalize_backward()  # on CUDA, who steps waits for that
 
 
 def begin_anew(module: Any) -> None:

@@ -44,8 +44,8 @@ class DeferredSync:
         module: A module that was sharded.
         units: Its units, without the root's.
         collectives: Of all ranks, which refuse together.
-        in_parts: Parts of units, or the first modules of units, of which some part was called on its own. Torch
-            reduces such a unit once for each of them, and what it adds up of one it would add to what it has of others.
+        in_parts: The first modules of units of which some part was called on its own. Torch reduces such a unit once
+            for each of its parts, and would add what waits of one to what waits of another.
 
     Attributes:
         deferred: Whether the reduction of gradients is deferred just now.
