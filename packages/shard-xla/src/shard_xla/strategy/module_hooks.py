@@ -208,10 +208,10 @@ class FullParameterHooks:
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
         del gradient
+        self._graph_kept = self._graph_kept or torch.is_grad_enabled()
         if self._prepared:
             return
         self._prepared = True
-        self._graph_kept = torch.is_grad_enabled()
         self.check_values()
         for parameter in self._parameters:
             parameter.follow_flag()
