@@ -10,8 +10,7 @@ of them ``Module.to`` refuses to convert a module. It can go when ``Module.to`` 
 
 ``torch.nn.init._no_grad_trunc_normal_``: what every truncated normal of torch ends in; it draws until no value lies
 outside, so it looks at values. It can go when ``trunc_normal_`` looks at no values, or offers itself to
-``__torch_function__`` as ``normal_`` does. ``_calculate_fan_in_and_fan_out`` beside it: what a layer asks for its shape
-while it draws anew. It can go when layers ask in public, or fans are computed of what ``__torch_function__`` sees.
+``__torch_function__`` as ``normal_`` does.
 
 ``torch.load`` itself: under a ``FakeTensorMode`` it gives tensors that nothing fills. It can go when torch loads values
 there, or offers ``load`` to ``__torch_function__``.

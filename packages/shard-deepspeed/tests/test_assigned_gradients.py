@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shard_core import SetupError, get_strategy
-from shard_core.testing import set_up
+from shard_core.testing import oracle, set_up
 
 
 def layers() -> nn.Module:
@@ -65,3 +65,29 @@ def test_what_was_computed_of_another_gradient_is_refused(worlds: Any, stage: in
     for *assigned, computed in worlds(2).run(refused, stage):
         assert [message.partition(",")[0] for message in assigned] == ["a gradient was put into .grad of '0.bias'"] * 3
         assert "was read or changed in .grad" in computed
+
+
+def thrown_away(stage: int, to_none: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
+    """Put gradients in the place of others and throw them away; return the next, those to expect, and what is left."""
+    with get_strategy("deepspeed", stage=stage) as strategy:
+        model, optimizer = set_up(strategy, layers, "sgd")
+        expected: dict[str, torch.Tensor] = {}
+        for again in (False, True):
+            strategy.backward(model(torch.ones(2, 6)).square().sum(), model)
+            if not again:
+                expected = strategy.module_gradients(model)
+                for parameter in model.parameters():
+                    parameter.grad = 0.5 * parameter.grad
+                optimizer.zero_grad(set_to_none=to_none)
+        found = strategy.module_gradients(model)
+        for parameter in model.parameters():
+            parameter.grad = 0.5 * parameter.grad
+    return found, expected, any(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_was_put_there_is_thrown_away_by_the_optimizer(worlds: Any, stage: int, to_none: bool) -> None:
+    answers = worlds(2).run(thrown_away, stage, to_none)
+    oracle.assert_same_weights(answers[0][0], answers[0][1], 1e-6)
+    assert not any(left for _, _, left in answers), "teardown leaves proxies"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shard_core import SetupError, get_strategy
 from shard_core.testing import models, oracle, set_up
@@ -257,3 +259,31 @@ def test_what_waits_of_a_unit_called_in_parts_is_added_up_by_parameter(
         model(x).backward()
     expected: Gradients = {key: each.grad for key, each in model.named_parameters()}  # type: ignore[misc]
     oracle.assert_same_weights(worlds(COPIES[name][0]).run(one_by_one, name, width, plain, whole)[0], expected, 1e-5)
+
+
+def sent_between_copies(name: str) -> list[int]:
+    """Count the messages between copies in each of three micro-batches, the first two of which wait."""
+    counts, all_reduce = [0], dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts[-1] += tensor.is_floating_point()  # else ranks compare what they do
+        return all_reduce(tensor, *args, **kwargs)
+
+    with (
+        get_strategy(name, unit_bytes=200, **COPIES[name][1]) as strategy,
+        mock.patch.object(dist, "all_reduce", counted),
+    ):
+        model: Any = OneByOne(6)
+        model, _ = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters())])
+        for number in range(3):
+            counts.append(0)
+            with strategy.no_backward_sync(model, enabled=number < 2):
+                strategy.backward(strategy.unwrap(model).score(torch.ones(2, 6)), model)
+    return counts[1:]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_waits_of_a_unit_called_in_parts_is_sent_between_copies_once(worlds: Any, name: str) -> None:
+    for first, second, last in worlds(COPIES[name][0]).run(sent_between_copies, name):
+        assert (first, second) == (0, 0)
+        assert last == 3  # a unit of two layers, one of one, and the root's

@@ -64,13 +64,13 @@ class DeferredSync:
         """Begin to note what a backward reaches, and hold what units would reduce in parts."""
         for group in self._groups:
             group.watch()
-            group.hold(group.unit in self._in_parts and (self.deferred or bool(group.pending)))
+            group.hold(group.unit in self._in_parts and (self.deferred or bool(group.pending)), self.deferred)
 
     def reduce(self) -> None:
         """Reduce what was held, once, as a backward ends."""
         for group in self._groups:
             if group.holds:
-                group.hold(False)
+                group.hold(False, self.deferred)
                 reduce_gradients(group.unit)
 
     def forget(self) -> None:
@@ -120,11 +120,18 @@ class _Group:
                 parameter.register_post_accumulate_grad_hook(functools.partial(_note, weakref.ref(self)))
                 self._watched.add(parameter)
 
-    def hold(self, holds: bool) -> None:
-        """Have backwards leave the unit's gradients whole on their rank, or reduce them again."""
+    def hold(self, holds: bool, deferred: bool) -> None:
+        """Have backwards leave the unit's gradients whole on their rank, or reduce them again, among all copies or not.
+
+        Args:
+            holds: Whether they are left.
+            deferred: Whether copies keep to themselves what they have reduced.
+        """
         if holds != self.holds:
             self.holds = holds
-            cast("FSDPModule", self.unit).set_requires_gradient_sync(not holds, recurse=False)
+            unit = cast("FSDPModule", self.unit)
+            unit.set_requires_gradient_sync(not holds, recurse=False)  # which sets the other, too
+            unit.set_requires_all_reduce(not deferred, recurse=False)
 
     def note(self, parameter: torch.Tensor) -> None:
         """Note that a parameter was given a gradient."""

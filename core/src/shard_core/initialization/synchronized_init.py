@@ -5,24 +5,21 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shard_core.errors import SetupError
 from shard_core.parameters import laid_out_like
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_core.checkpoint.state.shard import FlatPart
-
-#: Functions of ``torch.nn.init`` that draw nothing, and work on shards.
+#: Functions of ``torch.nn.init`` that draw nothing, and work on parts.
 _PLAIN = ("zeros_", "ones_", "constant_")
-#: What ``reset_parameters`` asks for the shape of a weight, from which it draws a bias.
-_SHAPES = ("_calculate_fan_in_and_fan_out",)
 #: Methods of tensors that draw, which users call past ``torch.nn.init``, and most of its functions do.
 _METHODS = ("normal_", "uniform_")
 
@@ -37,18 +34,12 @@ class SynchronizedInit:
 
     Args:
         module: One that was set up; what one rank draws, every rank has to draw.
-        parts: Returns what this rank holds of parameters of which an engine may leave nothing in the module.
-        publish: Copies what was written into these to where forwards read it.
+        spread: Parameters with elements of which engines may leave nothing in the module.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parts: Callable[[], Mapping[torch.Tensor, FlatPart]] = dict,
-        publish: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, module: nn.Module, spread: Set[torch.Tensor] = frozenset()) -> None:
         self.parameters = set(module.parameters())
-        self.parts, self.publish = parts, publish
+        self.spread = spread
         self.meshes = {each.device_mesh for each in self.parameters if isinstance(each, DTensor)}
         _drawn.add(self)
         _replace()
@@ -80,8 +71,8 @@ def _replace() -> None:
     """Replace functions where they are defined, and in torch's own layers, some of which have imported them by name."""
     layers = [module for name, module in list(sys.modules.items()) if name.startswith("torch.nn.modules.")]
     for name, function in list(vars(torch.nn.init).items()):
-        if callable(function) and (name in _SHAPES or (name.endswith("_") and not name.startswith("_"))):
-            alike = _seen_whole(function) if name in _SHAPES else _alike(function)
+        if name.endswith("_") and not name.startswith("_") and name not in _PLAIN and callable(function):
+            alike = _alike(function)
             for module in (torch.nn.init, *(each for each in layers if vars(each).get(name) is function)):
                 setattr(module, name, alike)
     for name in _METHODS:
@@ -96,18 +87,16 @@ def _alike(function: Callable[..., Any]) -> Callable[..., Any]:
         tensor = args[0] if args else kwargs.get("tensor")
         if not isinstance(tensor, torch.Tensor) or not _drawn:
             return function(*args, **kwargs)
-        holder, part = (None, None) if tensor.numel() else _part_of(tensor)
-        if holder and part:
-            _draw_part(part, tensor, function, args, kwargs)
-            holder.publish()
-            return tensor
-        if function.__name__ in _PLAIN:
-            return function(*args, **kwargs)
         if isinstance(tensor, DTensor):
             # Data of a shard is another tensor on the same mesh; a split activation is on one of its own.
             if any(tensor.device_mesh in each.meshes for each in _drawn):
                 return _draw(tensor, function, args, kwargs)
             return function(*args, **kwargs)
+        if not tensor.numel() and any(tensor in each.spread for each in _drawn):
+            raise SetupError(
+                f"{function.__name__}() was given a parameter whose values are spread over ranks just now, with none "
+                "in the module; draw weights before setup."
+            )
         result = function(*args, **kwargs)
         if tensor.numel() and any(each.holds(tensor) for each in _drawn):
             values = tensor.detach().contiguous()  # a slice may not be
@@ -118,57 +107,16 @@ def _alike(function: Callable[..., Any]) -> Callable[..., Any]:
     return draw
 
 
-def _seen_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what asks as a function does for the shape of a parameter, and of the whole where it is spread."""
-
-    @functools.wraps(function)
-    def ask(tensor: torch.Tensor) -> Any:
-        part = None if tensor.numel() else _part_of(tensor)[1]
-        return function(torch.empty(part.shape, device="meta") if part else tensor)
-
-    return ask
-
-
-def _part_of(tensor: torch.Tensor) -> tuple[SynchronizedInit | None, FlatPart | None]:
-    """Return what this rank holds of a parameter with nothing in its module, and whose it is."""
-    holder = next((each for each in _drawn if tensor in each.parameters), None)
-    part = holder.parts().get(tensor) if holder else None
-    return (holder, part) if part and 0 not in part.shape else (None, None)
-
-
 def _draw(tensor: DTensor, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw a whole tensor, and keep this rank's shard of rank 0's."""
     if tensor.requires_grad and torch.is_grad_enabled() and not hasattr(function, "__code__"):
         return function(*args, **kwargs)  # torch's error: what has gradients is drawn under torch.no_grad()
     with torch.no_grad():
         local = tensor.to_local()
-        whole = _filled(
-            torch.zeros(tensor.shape, dtype=tensor.dtype, device=local.device), tensor, function, args, kwargs
-        )
+        whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=local.device)
+        given = {name: value for name, value in kwargs.items() if value is not tensor}
+        function(whole, *args[1:], **given)
         whole = whole.to(tensor.device_mesh.device_type)
         dist.broadcast(whole, src=0)
         local.copy_(laid_out_like(tensor, whole).to_local())
     return tensor
-
-
-@torch.no_grad()
-def _draw_part(
-    part: FlatPart, tensor: torch.Tensor, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Draw a whole tensor, and keep this rank's part of rank 0's."""
-    whole = torch.zeros(part.shape, dtype=tensor.dtype, device=part.values.device)
-    _filled(whole, tensor, function, args, kwargs)
-    dist.broadcast(whole, src=0)
-    part.values.copy_(whole.flatten()[part.start : part.start + part.values.numel()])
-
-
-def _filled(
-    whole: torch.Tensor,
-    tensor: torch.Tensor,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """Return a tensor that a function has drawn in the place of another."""
-    function(whole, *args[1:], **{name: value for name, value in kwargs.items() if value is not tensor})
-    return whole

@@ -247,11 +247,17 @@ class NotedZeroGrad:
     Args:
         owner: The module or optimizer.
         note: Called after each ``zero_grad``.
+        before: Called before each.
     """
 
-    def __init__(self, owner: torch.nn.Module | torch.optim.Optimizer, note: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        owner: torch.nn.Module | torch.optim.Optimizer,
+        note: Callable[[], None],
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         self._owner = owner
-        self._note = note
+        self._note, self._before = note, before
         functools.update_wrapper(self, getattr(owner, _ZERO_GRAD))
         vars(owner)[_ZERO_GRAD] = self
 
@@ -259,6 +265,7 @@ class NotedZeroGrad:
         """Zero gradients as the class's method does, also of groups that were added meanwhile."""
         if isinstance(self._owner, torch.optim.Optimizer):
             zero_one_by_one(self._owner)
+        self._before()
         self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # from update_wrapper
         self._note()
 

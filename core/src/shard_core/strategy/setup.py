@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -267,16 +268,13 @@ class StrategySetup(StrategyLifecycle):
         for owner in dict.fromkeys((module, called)):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
         for optimizer, accumulation in known.optimizers.items():
-            known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset))
+            # Gradients that users have put in the place of others are zeroed, too.
+            follow = functools.partial(self.engine_follow_gradients, module)
+            known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset, follow))
         parts = self.engine_flat_parts(module) or {}
-        apart = bool(parts) or SynchronizedInit.is_needed(module, self.world_size)
-        if apart and self.root_device.type in ("cpu", "cuda"):
+        if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size):
             known.hooks.append(
-                SynchronizedInit(
-                    module,
-                    lambda: self.engine_flat_parts(module) or {},
-                    lambda: self.engine_publish_parts(module),
-                )
+                SynchronizedInit(module, spread={each for each, part in parts.items() if 0 not in part.shape})
             )
         names.let_go()
         self._registry.add(known)

@@ -349,7 +349,7 @@ class ZeroModule:
             hook.remove()
         self._uneven.close()
         for each in self._trained.values():
-            each.hide_gradient()
+            each.remove_proxy()
         list_plainly(self._module)
         _versions.destroy(self.engine)
 

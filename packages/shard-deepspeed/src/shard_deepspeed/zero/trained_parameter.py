@@ -106,6 +106,12 @@ class TrainedParameter:
             self.parameter.grad = None
             self.shown = False
 
+    def remove_proxy(self) -> None:
+        """Remove whichever proxy the parameter shows, for good."""
+        if isinstance(self.parameter.grad, GradientProxy):
+            self.parameter.grad = None
+        self.shown = False
+
     def show_deferred(self) -> None:
         """Show in the part that a gradient waits, so that who throws that away there is noticed: it would stay."""
         values = self.part.values

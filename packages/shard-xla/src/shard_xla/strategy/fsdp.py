@@ -190,7 +190,6 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         for hooks in self._hooks():
             hooks.check_sent(optimizer)
         self._check_scaled()
-        self._note_gradients()  # who asks for them to look at them leaves them as they are
         return [
             LocalGradient(parameter.grad, (dist.group.WORLD,))
             for group in optimizer.param_groups

@@ -51,12 +51,10 @@ class ScaledShards:
         self._stepped = stepped
         found = [(each, each.grad) for each in parameters if each.grad is not None]
         chosen = found[:: math.ceil(len(found) / _PARAMETERS) or 1]
-        self._noted = [
-            _Noted(each, weakref.ref(gradient), changes_of(gradient), _sample(gradient)) for each, gradient in chosen
-        ]
+        self._noted = [_noted(each, gradient) for each, gradient in chosen]
 
     def check(self, collectives: Collectives, *, adds: bool = False) -> None:
-        """Check, once, that no rank has scaled what was noted by a factor of its own; every rank calls this.
+        """Check that no rank has scaled what was noted by a factor of its own, and note anew; every rank calls this.
 
         Nothing is computed, and nothing sent, where nothing was changed since.
 
@@ -68,14 +66,14 @@ class ScaledShards:
         Raises:
             SetupError: If ranks have.
         """
-        noted, self._noted = self._noted, []
-        kept = [(each, each.shard.grad) for each in noted if each.shard.grad is not None]
+        kept = [(each, each.shard.grad) for each in self._noted if each.shard.grad is not None]
         if (adds and self._stepped) or all(
             now is each.gradient() and changes_of(now) == each.changes for each, now in kept
         ):
             return
-        now, then = torch.cat([_sample(now) for _, now in kept]), torch.cat([each.sample for each, _ in kept])
+        now, then = torch.cat([_sample(gradient) for _, gradient in kept]), torch.cat([each.sample for each, _ in kept])
         mine = _factor(now.cpu(), then.cpu())
+        self._noted = [_noted(each.shard, gradient) for each, gradient in kept]
         factors = [each for each in collectives.gather_objects(mine) if each is not None]
         if factors and max(factors) - min(factors) > _ROUNDING * max(map(abs, factors)):
             raise SetupError(
@@ -83,6 +81,10 @@ class ScaledShards:
                 "torch.nn.utils.clip_grad_norm_ does by the norm of each rank's own; call "
                 "strategy.clip_gradients_norm(model, optimizer, max_norm), and begin the step anew."
             )
+
+
+def _noted(shard: torch.Tensor, gradient: torch.Tensor) -> _Noted:
+    return _Noted(shard, weakref.ref(gradient), changes_of(gradient), _sample(gradient))
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
