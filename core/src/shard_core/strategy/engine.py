@@ -307,7 +307,8 @@ class Engine(abc.ABC):
     def engine_follow_gradients(self, module: torch.nn.Module) -> None:  # noqa: B027 - for engines that show copies
         """Drop what optimizers step for gradients that users have set to None in the module.
 
-        Called before a backward is counted: denominators of what was thrown away go with it. Must not communicate.
+        Called before a backward is counted: denominators of what was thrown away go with it; and before an optimizer
+        zeroes them. Must not communicate.
 
         Args:
             module: What ``engine_setup`` was given.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -269,8 +268,9 @@ class StrategySetup(StrategyLifecycle):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
         for optimizer, accumulation in known.optimizers.items():
             # Gradients that users have put in the place of others are zeroed, too.
-            follow = functools.partial(self.engine_follow_gradients, module)
-            known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset, follow))
+            known.hooks.append(
+                NotedZeroGrad(optimizer, accumulation.reset, lambda: self.engine_follow_gradients(module))
+            )
         parts = self.engine_flat_parts(module) or {}
         if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size):
             known.hooks.append(
