@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -266,11 +267,10 @@ class StrategySetup(StrategyLifecycle):
         )
         for owner in dict.fromkeys((module, called)):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
+        weakly = weakref.ref(module)  # an optimizer may outlive it
         for optimizer, accumulation in known.optimizers.items():
             # Gradients that users have put in the place of others are zeroed, too.
-            known.hooks.append(
-                NotedZeroGrad(optimizer, accumulation.reset, lambda: self.engine_follow_gradients(module))
-            )
+            known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset, lambda: self._follow(weakly)))
         parts = self.engine_flat_parts(module) or {}
         if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size):
             known.hooks.append(
@@ -280,6 +280,11 @@ class StrategySetup(StrategyLifecycle):
         self._registry.add(known)
         known.note_parameters(part.values for part in parts.values())
         return called
+
+    def _follow(self, module: weakref.ref[torch.nn.Module]) -> None:
+        known = module()
+        if known is not None:
+            self.engine_follow_gradients(known)
 
     def _guard_backwards(self, module: torch.nn.Module) -> list[RemovableHandle]:
         if type(self).engine_minds_plain_backward:
