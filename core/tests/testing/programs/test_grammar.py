@@ -12,6 +12,8 @@ from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.parts import PARTS
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program, segments, share_of
 from shard_core.testing.programs.settings import COMPILED, KINDS, PRECISIONS, TAKES, offered
+from shard_core.testing.programs.vocabulary import KINDS as OPERATIONS
+from shard_core.testing.programs.vocabulary import WAYS
 
 PLAIN = Program(seed=0, strategy="ddp", models=(ModelSpec(parts=("linear",)),), optimizers=(OptimizerSpec(),))
 BACKWARD = ops.Backward(key=1, rows=(2, 2))
@@ -40,9 +42,9 @@ def test_a_seed_draws_one_program(drawn):
 
 
 def test_everything_is_drawn(drawn):
-    assert {kind for program in drawn for kind in kinds_of(program)} == set(ops.KINDS)
-    ways = {(type(each), each.how) for program in drawn for each in program.operations if type(each) in ops.WAYS}
-    assert ways == {(kind, how) for kind, hows in ops.WAYS.items() for how in hows}
+    assert {kind for program in drawn for kind in kinds_of(program)} == set(OPERATIONS)
+    ways = {(type(each), each.how) for program in drawn for each in program.operations if type(each) in WAYS}
+    assert ways == {(kind, how) for kind, hows in WAYS.items() for how in hows}
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
     assert {each.kind for program in drawn for each in program.optimizers} == {*KINDS, *TAKES}
     assert {program.precision for program in drawn} == set(PRECISIONS)
@@ -254,7 +256,7 @@ def test_nearly_every_operation_follows_every_other():
     pairs = set()
     for seed in range(2500):
         pairs.update(itertools.pairwise(kinds_of(draw(seed, "ddp", others=("fsdp",)))))
-    assert len(pairs) >= 0.95 * len(ops.KINDS) ** 2
+    assert len(pairs) >= 0.95 * len(OPERATIONS) ** 2
 
 
 def test_one_strategy_goes_on_as_itself_alone():

@@ -13,6 +13,7 @@ from shard_core.testing.programs.frame import draw_frame, possible
 from shard_core.testing.programs.program import optimizers_over
 from shard_core.testing.programs.settings import WHOLE, runs_alone, splits_layers
 from shard_core.testing.programs.situation import MEANS, Situation
+from shard_core.testing.programs.vocabulary import WAYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -187,9 +188,7 @@ def _odd(
     parts = [
         part for part in program.models[number].parts if part != "frozen" or Capability.UNFREEZE in card.capabilities
     ]
-    forwards = [
-        how for how in ops.WAYS[ops.Forward] if how != "method" or Capability.ENTRY_METHODS in card.capabilities
-    ]
+    forwards = [how for how in WAYS[ops.Forward] if how != "method" or Capability.ENTRY_METHODS in card.capabilities]
     on_cpu = "cpu" in card.devices
     averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key)] * 7  # few programs have an average
     proposals: list[Operation] = [
@@ -211,12 +210,12 @@ def _odd(
         ),
         ops.ZeroByHand(module=number, set_to_none=chance.random() < 0.5),
         ops.EditGradients(
-            module=number, how=chance.choices(ops.WAYS[ops.EditGradients], (2, 1, not splits_layers(card), 1, 1))[0]
+            module=number, how=chance.choices(WAYS[ops.EditGradients], (2, 1, not splits_layers(card), 1, 1))[0]
         ),
         ops.EditWeights(
             module=number,
             which=chance.randrange(50),
-            how=chance.choice(ops.WAYS[ops.EditWeights]),
+            how=chance.choice(WAYS[ops.EditWeights]),
             shown=chance.random() < 0.4,
         ),
         ops.ChangeLearningRate(optimizer=which, factor=chance.choice([0.5, 1.5])),
@@ -232,11 +231,11 @@ def _odd(
         ops.ShowGradients(module=number),
         ops.LoadStateDict(module=number, shown=chance.random() < 0.4),
         ops.ReloadOptimizer(optimizer=which),
-        ops.Reduce(key=key, how=chance.choice(ops.WAYS[ops.Reduce])),
+        ops.Reduce(key=key, how=chance.choice(WAYS[ops.Reduce])),
         ops.Seed(seed=chance.randrange(1000)),
         *[ops.Save(blocking=chance.random() < 0.6)] * 2,
-        *[ops.Load(how=chance.choice(ops.WAYS[ops.Load]))] * 6,
-        ops.Fail(how=chance.choice(ops.WAYS[ops.Fail])),
+        *[ops.Load(how=chance.choice(WAYS[ops.Load]))] * 6,
+        ops.Fail(how=chance.choice(WAYS[ops.Fail])),
         ops.SavePretrained(module=number),
         *[ops.LoadWeights(module=number)] * 5,
     ]

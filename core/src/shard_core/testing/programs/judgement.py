@@ -22,6 +22,7 @@ from shard_core.testing.programs.plain.oracle import Oracle
 from shard_core.testing.programs.plain.precisions import rounding
 from shard_core.testing.programs.program import segments, strategies_of
 from shard_core.testing.programs.script import script_of
+from shard_core.testing.programs.vocabulary import TOUCHES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,7 +173,7 @@ def _changed(program: Program, trace: Trace) -> str:
     """Name what a refused operation changed of what was shown last."""
     assert trace.stop is not None
     for name in trace.stop.touched:
-        if trace.stop.at < 0 or not isinstance(program.operations[trace.stop.at], ops.TOUCHES[name]):
+        if trace.stop.at < 0 or not isinstance(program.operations[trace.stop.at], TOUCHES[name]):
             return name
     for key, value in (trace.stop.after or {}).items():
         shown = max((at for at, values in enumerate(trace.shown, trace.begin) if key in values), default=None)

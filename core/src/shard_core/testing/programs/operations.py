@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 #: Micro-batches of an accumulated backward.
 MICRO_BATCHES = 3
@@ -373,28 +372,3 @@ Operation = (
     | Switch
     | Evaluate
 )
-
-KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Operation.__args__}
-"""The operations by name."""
-TOUCHES: dict[str, tuple[type[Any], ...]] = {
-    "trained": (Freeze, Backward),
-    # Before a step, or clipped by a norm, they are divided by denominators, once.
-    "gradients": (Backward, Closure, ClipNorm, EditGradients, Forward, Step, ZeroByHand, ZeroGrad),
-    "generator": (Backward, Closure, Forward, Evaluate, ShowAverage, Initialize, Seed),
-}
-"""What operations change by themselves before a strategy could refuse them; a refusal leaves the rest alone."""
-WAYS: dict[type[Any], tuple[str, ...]] = {
-    Backward: (
-        "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
-        "eval", "penalty", "by hand", "accumulated", "zeroed", "cleared", "detached", "squares",
-    ),
-    Forward: (
-        "train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted", "failed", "failed evaluation",
-    ),
-    EditGradients: ("multiplied", "infinite", "clipped", "assigned", "data"),
-    EditWeights: ("in place", "data"),
-    Load: ("path", "latest", "modules"),
-    Fail: ("save", "background", "unwaited", "load"),
-    Reduce: ("mean", "sum", "max", "gather", "dict"),
-}  # fmt: skip
-"""What ``how`` may be, where an operation has it."""

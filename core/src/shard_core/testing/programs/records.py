@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from shard_core.errors import InvalidOption, nearest
-from shard_core.testing.programs.operations import KINDS, WAYS
+from shard_core.testing.programs.vocabulary import KINDS, WAYS
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation

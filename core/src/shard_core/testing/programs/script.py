@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.expressions import shown_state, strategy_of
 from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, everything, segments, share_of
-from shard_core.testing.programs.statements import shown_state, statements, strategy_of
+from shard_core.testing.programs.statements import statements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

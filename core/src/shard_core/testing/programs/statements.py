@@ -6,18 +6,11 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
-from shard_core import plugins
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.parts import SKIPPING
-from shard_core.testing.programs.plain.precisions import input_dtype
+from shard_core.testing.programs.expressions import added_group, batch_of, owned, shown_state, states_of, strategy_of
 from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, everything, optimizers_over
-from shard_core.testing.programs.settings import options_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from shard_core.testing.programs.operations import Operation
     from shard_core.testing.programs.program import Program
 
@@ -44,14 +37,14 @@ def _(operation: ops.Evaluate, *_: object) -> Lines:
 def _(operation: ops.ClipNorm, program: Program, *_: object) -> Lines:
     kind = 'float("inf")' if math.isinf(operation.norm_type) else operation.norm_type
     more = "" if operation.finite else ", error_if_nonfinite=False"
-    call = f"strategy.clip_gradients_norm({_owned(program, operation.optimizer)}, {operation.max_norm}, {kind}{more})"
+    call = f"strategy.clip_gradients_norm({owned(program, operation.optimizer)}, {operation.max_norm}, {kind}{more})"
     name, call = ("failed", f"fails(lambda: {call})") if operation.fails else ("norm", call)
     return [f"{name} = {call}"], [f"{name}={name}"]
 
 
 @statements.register(ops.ClipValue)
 def _(operation: ops.ClipValue, program: Program, *_: object) -> Lines:
-    return [f"strategy.clip_gradients_value({_owned(program, operation.optimizer)}, {operation.value})"], []
+    return [f"strategy.clip_gradients_value({owned(program, operation.optimizer)}, {operation.value})"], []
 
 
 @statements.register(ops.Step)
@@ -64,7 +57,7 @@ def _(operation: ops.Step, program: Program, *_: object) -> Lines:
 def _(operation: ops.Closure, program: Program, *_: object) -> Lines:
     name, optimizer = MODULES[program.optimizers[operation.optimizer].module], OPTIMIZERS[operation.optimizer]
     return [
-        f"given = {_batch(program, operation.key, operation.rows)}",
+        f"given = {batch_of(program, operation.key, operation.rows)}",
         "def closure():",
         f"    {optimizer}.zero_grad()",
         f"    loss = loss_of({name}(given), given)",
@@ -117,7 +110,7 @@ def _(operation: ops.ChangeLearningRate, *_: object) -> Lines:
 
 @statements.register(ops.AddGroup)
 def _(operation: ops.AddGroup, program: Program, *_: object) -> Lines:
-    return [_added(operation, program)], [f"**{shown_state(program)}"]
+    return [added_group(operation, program)], [f"**{shown_state(program)}"]
 
 
 @statements.register(ops.StepScheduler)
@@ -157,7 +150,7 @@ def _(operation: ops.ShowAverage, program: Program, *_: object) -> Lines:
     return [
         f"{name}.eval()",
         "with average.applied(), torch.no_grad():",
-        f"    output = tensors_of({name}({_batch(program, operation.key, (3,))}))[0]",
+        f"    output = tensors_of({name}({batch_of(program, operation.key, (3,))}))[0]",
         f"    averaged = strategy.module_state_dict({name})",
         f"{name}.train()",
     ], ["output=output", "averaged=averaged"]
@@ -218,7 +211,7 @@ def _(operation: ops.Seed, *_: object) -> Lines:
 def _(operation: ops.Save, program: Program, number: int, *_: object) -> Lines:
     more = "" if operation.blocking else ", blocking=False"
     path = f"f'{{folder}}/saved-{number}'"
-    return [f"saving = strategy.save_checkpoint({path}, {_states(everything(program))}{more})"], []
+    return [f"saving = strategy.save_checkpoint({path}, {states_of(everything(program))}{more})"], []
 
 
 @statements.register(ops.Load)
@@ -226,13 +219,13 @@ def _(operation: ops.Load, program: Program, number: int, saved: str) -> Lines:
     del number
     path = "strategy.latest_checkpoint(folder)" if operation.how == "latest" else f"f'{{folder}}/{saved}'"
     names = MODULES[: len(program.models)] if operation.how == "modules" else everything(program)
-    called = f"left = strategy.load_checkpoint({path}, {_states(names)}{_CASTS.get(program.precision, '')})"
+    called = f"left = strategy.load_checkpoint({path}, {states_of(names)}{_CASTS.get(program.precision, '')})"
     return ["saving.wait()", called], ["left=len(left)", f"**{shown_state(program)}"]
 
 
 @statements.register(ops.Fail)
 def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
-    states, shown = _states(everything(program)), ["failed=failed", f"**{shown_state(program)}"]
+    states, shown = states_of(everything(program)), ["failed=failed", f"**{shown_state(program)}"]
     if operation.how == "load":
         path, lacking = f"f'{{folder}}/{saved}'", f"{{'lacking': 3, **{states}}}"
         return ["saving.wait()", f"failed = fails(lambda: strategy.load_checkpoint({path}, {lacking}))"], shown
@@ -261,7 +254,7 @@ def _(operation: ops.LoadWeights, program: Program, *_: object) -> Lines:
 
 @statements.register(ops.Switch)
 def _(operation: ops.Switch, program: Program, number: int, saved: str) -> Lines:
-    folder, states = saved if operation.resumed else f"switch-{number}", _states(everything(program))
+    folder, states = saved if operation.resumed else f"switch-{number}", states_of(everything(program))
     path, more = f"f'{{folder}}/{folder}'", "" if operation.blocking else ", blocking=False"
     return [
         *([] if operation.resumed else [f"strategy.save_checkpoint({path}, {states}{more})"]),
@@ -270,7 +263,7 @@ def _(operation: ops.Switch, program: Program, number: int, saved: str) -> Lines
         "strategy.setup_environment()",
         *(["rank = strategy.distributed_sampler_kwargs['rank']"] if operation.world_size else []),
         f"{', '.join(everything(program))} = build(strategy)",
-        *(_added(each, program) for each in program.operations[:number] if isinstance(each, ops.AddGroup)),
+        *(added_group(each, program) for each in program.operations[:number] if isinstance(each, ops.AddGroup)),
         f"strategy.load_checkpoint({path}, {states}{_CASTS.get(program.precision, '')})",
     ], [f"**{shown_state(program)}"]
 
@@ -281,9 +274,9 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     reduction = ", 'sum'" if operation.denominator else ""
     counted = ", denominator=len(given.inputs)" if operation.denominator else ""
     extra = f", extra={'rank == 0' if operation.alone else True}" if operation.extra else ""
-    lines = [f"given = {_batch(program, operation.key, operation.rows)}"]
+    lines = [f"given = {batch_of(program, operation.key, operation.rows)}"]
     loss = f"loss = loss_of({name}(given{extra}), given{reduction})"
-    other, second = f"other = {_batch(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"
+    other, second = f"other = {batch_of(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"
     backward, shown = f"strategy.backward(loss, {name}{counted})", ["loss=loss"]
     match operation.how:
         case "plain" | "by hand" | "zeroed" | "cleared" | "squares":
@@ -296,7 +289,7 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
             lines += [loss, *zeroed, "loss.backward()" if operation.how == "by hand" else backward, *squares]
         case "accumulated":
             lines = [f"for micro in range({ops.MICRO_BATCHES}):"]
-            lines += [f"    given = {_batch(program, f'{operation.key} + micro', operation.rows)}"]
+            lines += [f"    given = {batch_of(program, f'{operation.key} + micro', operation.rows)}"]
             lines += [f"    with strategy.no_backward_sync({name}, enabled=micro < {ops.MICRO_BATCHES - 1}):"]
             lines += [f"        {loss}", f"        {backward}"]
         case "retain_graph":
@@ -346,7 +339,7 @@ def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
     called = f"strategy.unwrap({name})" if operation.how in ("unwrap", "method") else name
     fails = operation.how.startswith("failed")
-    given = _batch(program, operation.key, (3,))
+    given = batch_of(program, operation.key, (3,))
     if fails:
         given += ", fails=KeyboardInterrupt" if operation.stopped else ", fails=True"
     line = f"output = tensors_of({called}{'.score' if operation.how == 'method' else ''}({given}))[0]"
@@ -357,43 +350,3 @@ def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
     if operation.how == "interrupted":
         lines += [f"interrupted(lambda: strategy.backward(output.sum(), {name}), output)"]
     return lines, [] if fails else ["output=output.detach()"]
-
-
-def _batch(program: Program, key: int | str, rows: tuple[int, ...]) -> str:
-    count = f"{rows}[rank]" if len(set(rows)) > 1 else str(rows[0])
-    dtype = input_dtype(program.precision)
-    more = "" if dtype == torch.float32 else f", {dtype}"
-    return f"strategy.batch_to_device(batch({key}, rank, {count}{more}))"
-
-
-def strategy_of(program: Program, name: str) -> str:
-    """Write the call that makes a strategy, with the options of a program's that it has."""
-    more = "" if program.precision == "32-true" else f", precision={program.precision!r}"
-    # Parameters that are not always used are what this option of strategies that have it is for.
-    skips = any(part in SKIPPING for model in program.models for part in model.parts)
-    if skips and any(option.name == "find_unused_parameters" for option in plugins.find(name).options):
-        more += ", find_unused_parameters=True"
-    more += "".join(f", {option}" for option in options_for(name, program.options))
-    return f"get_strategy({name!r}{more})"
-
-
-def _owned(program: Program, which: int) -> str:
-    """Write an optimizer after its module, as arguments."""
-    return f"{MODULES[program.optimizers[which].module]}, {OPTIMIZERS[which]}"
-
-
-def _added(operation: ops.AddGroup, program: Program) -> str:
-    spec = program.optimizers[operation.optimizer]
-    parameters = f"list(strategy.unwrap({MODULES[spec.module]}).parts[{spec.without!r}].parameters())"
-    group = f'{{"params": {parameters}, "lr": {operation.rate}, "weight_decay": {operation.decay}}}'
-    return f"{OPTIMIZERS[operation.optimizer]}.add_param_group({group})"
-
-
-def _states(names: Sequence[str]) -> str:
-    return "{" + ", ".join(f"{name!r}: {name}" for name in names) + "}"
-
-
-def shown_state(program: Program) -> str:
-    """Write the call that shows every module and every optimizer."""
-    modules, optimizers = MODULES[: len(program.models)], OPTIMIZERS[: len(program.optimizers)]
-    return f"state(strategy, [{', '.join(modules)}], [{', '.join(optimizers)}])"
