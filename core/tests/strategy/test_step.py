@@ -243,6 +243,42 @@ def test_the_end_of_an_inner_no_backward_sync_does_not_end_the_outer(worlds: Any
         assert outside == [4.5] * 3
 
 
+def another_module_between(name: str) -> tuple[list[str], float, list[float]]:
+    """Return what steps raise of a module that waits, after a backward of another one; and its gradient after its own.
+
+    The two losses reach the modules that no ``backward`` names.
+    """
+    with get_strategy(name) as strategy:
+        modules = [nn.Linear(3, 1, bias=False) for _ in range(2)]
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in modules]
+        (critic, (steps,)), (model, _) = (
+            strategy.setup_module_and_optimizers(module, [optimizer])
+            for module, optimizer in zip(modules, optimizers, strict=True)
+        )
+        given = torch.eye(3) * (1 + strategy.global_rank)
+        with strategy.no_backward_sync(critic):
+            strategy.backward(critic(given).sum(), critic)
+        messages = []
+        for named in (model, critic):
+            strategy.backward(model(given).sum(), named)
+            with pytest.raises(SetupError) as error:
+                strategy.optimizer_step(steps)
+            messages.append(str(error.value))
+        strategy.backward(critic(given).sum(), model)
+        norm = strategy.clip_gradients_norm(critic, steps, math.inf, float("inf"))
+        assert strategy.optimizer_step(steps)
+        return messages, norm.item(), strategy.broadcast(strategy.module_gradients(critic))["weight"].flatten().tolist()
+
+
+@pytest.mark.parametrize("name", ["single", "ddp"])
+def test_a_backward_of_another_module_does_not_end_the_wait(name: str, worlds: Any) -> None:
+    for messages, norm, gradient in worlds(1 if name == "single" else 2).run(another_module_between, name):
+        assert all(each.startswith("the last backward was inside no_backward_sync") for each in messages)
+        expected = 2.0 if name == "single" else 3.0
+        assert norm == expected
+        assert gradient == [expected] * 3
+
+
 def test_a_denominator_counts_where_its_loss_reached_nothing() -> None:
     torch.manual_seed(0)
     module = nn.ModuleDict({"left": nn.Linear(3, 1), "right": nn.Linear(3, 1)})

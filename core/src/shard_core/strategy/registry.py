@@ -14,7 +14,7 @@ from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -52,8 +52,8 @@ class SetUpModule:
         known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
             its identity to what comes after.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
-        last_inside: Whether the last backward, of whichever module, stood inside, so that no step may follow, whatever
-            the engine deferred.
+        last_inside: Whether a backward, of whichever module, stood inside, and none outside has sent the module's
+            gradients since, so that no step may follow, whatever the engine deferred.
     """
 
     module: nn.Module
@@ -273,13 +273,15 @@ class Registry:
         for known in self._modules:
             known.forward.leave_abandoned()
 
-    def note_backward(self) -> None:
-        """Record of every module whether a backward stands inside ``no_backward_sync`` of it, and that there was one.
+    def note_backward(self, sent: Collection[SetUpModule]) -> None:
+        """Record of every module whether its gradients wait after a backward, and that there was one.
 
-        Which modules a loss came through need not be the same on every rank; which contexts are entered is.
+        Args:
+            sent: The modules outside of whose ``no_backward_sync`` it stands and whose gradients it sends, the same on
+                every rank.
         """
         for known in self._modules:
-            known.last_inside = known.inside_no_sync
+            known.last_inside = known.inside_no_sync or (known.last_inside and known not in sent)
             for accumulation in (*known.optimizers.values(), known.unstepped):
                 accumulation.by_backward = True
 

@@ -125,7 +125,7 @@ class StrategyStep(StrategySetup):
         factor = _factor(scaler, accumulations) if scaler else 1.0
         for accumulation in accumulations:
             accumulation.add(denominator, factor)
-        self._registry.note_backward()
+        self._registry.note_backward(self._sends(loss, known))
         self._in_backward = True
         try:
             with _explained(loss):
@@ -273,9 +273,24 @@ class StrategyStep(StrategySetup):
             and not any(accumulation.has_denominator for accumulation in pending)
         ):
             return []
-        mine = torch.tensor(reached_by(loss, [each.module for each in others]), dtype=torch.int32)
+        return self._reached_anywhere(loss, others)
+
+    def _sends(self, loss: torch.Tensor, named: SetUpModule) -> list[SetUpModule]:
+        """List the modules whose gradients wait no longer after a backward outside of their ``no_backward_sync``.
+
+        What the loss hides in custom functions is not seen, so that the module that is named counts unless the loss is
+        seen to come through others alone.
+        """
+        waiting = [each for each in self._registry if each.last_inside and not each.inside_no_sync]
+        if not waiting or len(self._registry) == 1:
+            return waiting
+        return self._reached_anywhere(loss, list(self._registry)) or [named]
+
+    def _reached_anywhere(self, loss: torch.Tensor, modules: Sequence[SetUpModule]) -> list[SetUpModule]:
+        """List the modules that a loss gives gradients on any rank; every rank calls this."""
+        mine = torch.tensor(reached_by(loss, [each.module for each in modules]), dtype=torch.int32)
         anywhere = self.collectives.all_reduce(mine, reduce_op="max").tolist()
-        return [each for each, reached in zip(others, anywhere, strict=True) if reached]
+        return [each for each, reached in zip(modules, anywhere, strict=True) if reached]
 
     @contextlib.contextmanager
     def _inside_no_sync(self, known: SetUpModule, defers: bool) -> Iterator[None]:

@@ -42,7 +42,7 @@ def test_a_seed_draws_one_program(drawn):
 
 
 def test_everything_is_drawn(drawn):
-    assert {kind for program in drawn for kind in kinds_of(program)} == set(OPERATIONS)
+    assert {kind for program in drawn for kind in kinds_of(program)} == OPERATIONS.keys() - {"Attempt"}
     ways = {(type(each), each.how) for program in drawn for each in program.operations if type(each) in WAYS}
     assert ways == {(kind, how) for kind, hows in WAYS.items() for how in hows}
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
@@ -256,7 +256,7 @@ def test_nearly_every_operation_follows_every_other():
     pairs = set()
     for seed in range(2500):
         pairs.update(itertools.pairwise(kinds_of(draw(seed, "ddp", others=("fsdp",)))))
-    assert len(pairs) >= 0.95 * len(OPERATIONS) ** 2
+    assert len(pairs) >= 0.95 * (len(OPERATIONS) - 1) ** 2
 
 
 def test_one_strategy_goes_on_as_itself_alone():

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.judgement import Judgement, judge
     from shard_core.testing.programs.model import (
         Model,
+        Stubborn,
         batch,
         contrast_of,
         evaluate,
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
         parameters_of,
         tensors_of,
     )
-    from shard_core.testing.programs.observation import failing, fails, interrupted, print_shown, state
+    from shard_core.testing.programs.observation import failing, fails, interrupted, print_shown, refused, state
     from shard_core.testing.programs.program import Program
     from shard_core.testing.programs.script import script_of
     from shard_core.testing.programs.shrinking import shrink
@@ -27,6 +28,7 @@ __all__ = [
     "Judgement",
     "Model",
     "Program",
+    "Stubborn",
     "batch",
     "contrast_of",
     "draw",
@@ -39,6 +41,7 @@ __all__ = [
     "loss_of",
     "parameters_of",
     "print_shown",
+    "refused",
     "script_of",
     "shrink",
     "state",
@@ -48,8 +51,18 @@ __all__ = [
 _HOMES = {
     "grammar": ("draw",),
     "judgement": ("Judgement", "judge"),
-    "observation": ("failing", "fails", "interrupted", "print_shown", "state"),
-    "model": ("Model", "batch", "contrast_of", "evaluate", "fed_back", "loss_of", "parameters_of", "tensors_of"),
+    "observation": ("failing", "fails", "interrupted", "print_shown", "refused", "state"),
+    "model": (
+        "Model",
+        "Stubborn",
+        "batch",
+        "contrast_of",
+        "evaluate",
+        "fed_back",
+        "loss_of",
+        "parameters_of",
+        "tensors_of",
+    ),
     "program": ("Program",),
     "script": ("script_of",),
     "shrinking": ("shrink",),

@@ -343,7 +343,7 @@ def _nothing(strategy: str, world_size: int) -> Program:
 def _shrunk(origin: str, program: Program, found: Judgement, worlds: Callable[[int], World]) -> Defect:
     timeout = patience(program) * _HANGS_WITHIN if found.symptom == "hang" else None
     smaller, judgement = shrink(program, found, lambda each: judge(each, worlds, timeout=timeout))
-    return Defect(origin=origin, drawn=program, program=smaller, judgement=judgement)
+    return Defect(origin=origin, drawn=program, program=judgement.onward or smaller, judgement=judgement)
 
 
 @contextlib.contextmanager

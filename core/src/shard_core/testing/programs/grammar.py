@@ -13,7 +13,7 @@ from shard_core.testing.programs.frame import draw_frame, possible
 from shard_core.testing.programs.program import optimizers_over
 from shard_core.testing.programs.settings import WHOLE, runs_alone, splits_layers
 from shard_core.testing.programs.situation import MEANS, Situation
-from shard_core.testing.programs.vocabulary import WAYS
+from shard_core.testing.programs.vocabulary import PREMATURE, VARIANTS, drawn_ways
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,6 +30,10 @@ _NEEDS = {
 """What a strategy may lack; that it refuses then is a promise of its own."""
 _ZEROED = 0.2
 """How many backwards there are whose gradients of before are zeroed after their forward."""
+_VARIED = 0.35
+"""How often something is drawn in another way, where there is one."""
+_PREMATURE = 0.5
+"""How often what has to wait for a backward is tried before it."""
 _OVERFLOWS = 0.05
 """How many steps are thrown away, since their gradients have no finite norm."""
 
@@ -77,13 +81,30 @@ def draw(
     length = chance.randint(_SHORTEST, _LONGEST)
     while len(operations) < length:
         now = dataclasses.replace(program, world_size=situation.world_size, strategy=situation.strategy)
-        for operation in _proposed(now, card, names, sizes, chance):
+        for proposed in _proposed(now, card, names, sizes, chance):
+            operation = _varied(proposed, situation, random.Random(f"{seed} {len(operations)} varied"))
             if situation.allows(operation):
                 situation.follow(operation)
                 operations.append(operation)
             else:
                 break
     return dataclasses.replace(program, operations=tuple(operations))
+
+
+def _varied(operation: Operation, situation: Situation, chance: random.Random) -> Operation:
+    """Return what some operations are drawn as instead: of chances of its own, so that seeds draw what they drew."""
+    premature = PREMATURE.get(type(operation))
+    if premature is not None and not situation.allows(operation):
+        which = getattr(operation, "optimizer", None)
+        which = situation.optimizer_of(getattr(operation, "module", 0)) if which is None else which
+        failed = ops.Fail(how=premature, optimizer=which)
+        return failed if which is not None and chance.random() < _PREMATURE else operation
+    way = VARIANTS.get((type(operation), getattr(operation, "how", "")))
+    if way is not None and chance.random() < _VARIED:
+        return dataclasses.replace(operation, how=way)  # type: ignore[call-arg]
+    if isinstance(operation, ops.Save) and chance.random() < _VARIED:
+        return dataclasses.replace(operation, frozen=False)
+    return operation
 
 
 def _can_go_on(program: Program, card: StrategyInfo) -> bool:
@@ -188,7 +209,9 @@ def _odd(
     parts = [
         part for part in program.models[number].parts if part != "frozen" or Capability.UNFREEZE in card.capabilities
     ]
-    forwards = [how for how in WAYS[ops.Forward] if how != "method" or Capability.ENTRY_METHODS in card.capabilities]
+    forwards = [
+        how for how in drawn_ways(ops.Forward) if how != "method" or Capability.ENTRY_METHODS in card.capabilities
+    ]
     on_cpu = "cpu" in card.devices
     averaging: list[Operation] = [ops.UpdateAverage(), ops.ShowAverage(key=key)] * 7  # few programs have an average
     proposals: list[Operation] = [
@@ -210,12 +233,12 @@ def _odd(
         ),
         ops.ZeroByHand(module=number, set_to_none=chance.random() < 0.5),
         ops.EditGradients(
-            module=number, how=chance.choices(WAYS[ops.EditGradients], (2, 1, not splits_layers(card), 1, 1))[0]
+            module=number, how=chance.choices(drawn_ways(ops.EditGradients), (2, 1, not splits_layers(card), 1, 1))[0]
         ),
         ops.EditWeights(
             module=number,
             which=chance.randrange(50),
-            how=chance.choice(WAYS[ops.EditWeights]),
+            how=chance.choice(drawn_ways(ops.EditWeights)),
             shown=chance.random() < 0.4,
         ),
         ops.ChangeLearningRate(optimizer=which, factor=chance.choice([0.5, 1.5])),
@@ -231,11 +254,11 @@ def _odd(
         ops.ShowGradients(module=number),
         ops.LoadStateDict(module=number, shown=chance.random() < 0.4),
         ops.ReloadOptimizer(optimizer=which),
-        ops.Reduce(key=key, how=chance.choice(WAYS[ops.Reduce])),
+        ops.Reduce(key=key, how=chance.choice(drawn_ways(ops.Reduce))),
         ops.Seed(seed=chance.randrange(1000)),
         *[ops.Save(blocking=chance.random() < 0.6)] * 2,
-        *[ops.Load(how=chance.choice(WAYS[ops.Load]))] * 6,
-        ops.Fail(how=chance.choice(WAYS[ops.Fail])),
+        *[ops.Load(how=chance.choice(drawn_ways(ops.Load)))] * 6,
+        ops.Fail(how=chance.choice(drawn_ways(ops.Fail))),
         ops.SavePretrained(module=number),
         *[ops.LoadWeights(module=number)] * 5,
     ]

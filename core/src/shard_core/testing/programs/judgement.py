@@ -15,6 +15,7 @@ from shard_core import plugins
 from shard_core.errors import RankFailed
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.attempts import after_refusal
 from shard_core.testing.programs.observation import run
 from shard_core.testing.programs.parts.dropout import why_improper
 from shard_core.testing.programs.plain.comparison import BOUNDS, distance, first_difference, flat, kind_of
@@ -47,7 +48,7 @@ _SETTLES = 10.0
 wrong for float32 alone is right there."""
 _NEVER_RIGHT = ("CheckpointNotFound", "CheckpointCorrupted")
 """No refusal: a program loads what it has saved."""
-_SEEDS = (ops.Seed, ops.Load, ops.Switch, ops.Fail)
+_SEEDS = (ops.Seed, ops.Load, ops.Switch, ops.Fail, ops.Attempt)
 """What may have generators draw again what they have drawn."""
 _SETS: dict[str, tuple[type[Any], ...]] = {
     "rates": (ops.ChangeLearningRate, ops.StepScheduler),
@@ -77,6 +78,7 @@ class Judgement:
         text: What was found.
         settled: Whether a bound was broken and found to be rounding.
         excess: By what factor a bound was broken; 0 for what no rounding does.
+        onward: The program that failed, where that is one that went on after a refusal.
     """
 
     verdict: str
@@ -85,10 +87,11 @@ class Judgement:
     text: str = ""
     settled: bool = False
     excess: float = 0.0
+    onward: Program | None = None
 
 
 def judge(program: Program, worlds: Callable[[int], World], *, timeout: float | None = None) -> Judgement:
-    """Run a program on real ranks and hold what it shows to plain PyTorch.
+    """Run a program on real ranks and hold what it shows to plain PyTorch, also after what was refused.
 
     Args:
         program: What to run.
@@ -98,7 +101,14 @@ def judge(program: Program, worlds: Callable[[int], World], *, timeout: float | 
     Returns:
         The verdict.
     """
-    timeout = patience(program) if timeout is None else timeout
+    judgement = _settled(program, worlds, patience(program) if timeout is None else timeout)
+    onward = after_refusal(program, judgement.at) if judgement.verdict == "refused" else None
+    later = judgement if onward is None else judge(onward, worlds, timeout=timeout)
+    return dataclasses.replace(later, onward=later.onward or onward) if later.verdict == "defect" else judgement
+
+
+def _settled(program: Program, worlds: Callable[[int], World], timeout: float) -> Judgement:
+    """Judge a program; once more in float64 where a bound is broken."""
     judgement = _judge(program, worlds, timeout)
     if not 0 < judgement.excess <= _SETTLES:
         return judgement

@@ -23,6 +23,30 @@ class Interruption(Exception):
     """Ends a forward or a backward, as a lack of memory does."""
 
 
+class Stubborn:
+    """An object of a user's that is saved and loaded with all else, and may refuse what it is given.
+
+    Attributes:
+        refuses: Whether it does.
+    """
+
+    def __init__(self) -> None:
+        self.refuses = False
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what is saved of it."""
+        return {"version": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take what was saved.
+
+        Raises:
+            Interruption: If it refuses.
+        """
+        if self.refuses:
+            raise Interruption(f"an object that takes no {state}")
+
+
 class Outcome:
     """What a model returns as an object: a prediction, and an object with more."""
 

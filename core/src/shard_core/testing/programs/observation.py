@@ -163,13 +163,27 @@ def fails(called: Callable[[], object]) -> bool:
         called: What all ranks call.
 
     Returns:
-        Whether it was, by one of our errors; after any other a program ends.
+        Whether it was, by one of our errors or by what a user's object raises; after any other a program ends.
     """
     try:
         called()
-    except ShardError:
+    except (ShardError, Interruption):
         return True
     return False
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Expect that what stands inside is refused, and go on.
+
+    Raises:
+        AssertionError: If it is not.
+    """
+    try:
+        yield
+    except ShardError:
+        return
+    raise AssertionError("what was refused before is not refused now")
 
 
 def run(text: str, folder: str, segment: Segment) -> Trace:

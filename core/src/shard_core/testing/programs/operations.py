@@ -46,7 +46,8 @@ class Forward:
     """A forward without a backward: ``train``, ``eval``, ``no_grad``, ``inference``, ``unwrap`` or entry ``method``.
 
     ``interrupted`` has a backward, which an exception ends at the output: all gradients are thrown away, as the
-    contract has it. ``failed`` and ``failed evaluation`` are ended by an exception themselves.
+    contract has it; ``interrupted by hand`` is ``backward()`` of the output itself, after which the program throws them
+    away. ``failed`` and ``failed evaluation`` are ended by an exception themselves.
     """
 
     module: int = 0
@@ -123,10 +124,12 @@ class ZeroByHand:
 class EditGradients:
     """Multiply a module's gradients by hand, also by others or by their data, make all infinite, or clip them by torch.
 
+    ``"foreach"`` multiplies them all in one call of torch's.
+
     Attributes:
         module: Which module.
         factor: By what they are multiplied.
-        how: ``"multiplied"``, ``"assigned"``, ``"data"``, ``"infinite"`` or ``"clipped"``.
+        how: ``"multiplied"``, ``"assigned"``, ``"data"``, ``"foreach"``, ``"infinite"`` or ``"clipped"``.
     """
 
     module: int = 0
@@ -271,9 +274,15 @@ class Seed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """Save a checkpoint of all modules, optimizers and schedulers; ``blocking=False`` goes on meanwhile."""
+    """Save a checkpoint of all modules, optimizers and schedulers; ``blocking=False`` goes on meanwhile.
+
+    Attributes:
+        blocking: Whether it is complete before the program goes on.
+        frozen: Whether parameters are in it that were frozen at setup and still are.
+    """
 
     blocking: bool = True
+    frozen: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,14 +294,32 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fail:
-    """Fail to save, where a file is in the way, or to load a value that the last checkpoint lacks.
+    """Try what has to fail by one of our errors, and change nothing: on all ranks, or the program ends as a defect.
 
     Attributes:
-        how: ``"save"``; ``"background"``: a save that others go on beside; ``"unwaited"``: the save after one in the
-            background that nobody waits for; ``"load"``.
+        how: ``"save"``, where a file is in the way; ``"background"``: a save that others go on beside; ``"unwaited"``:
+            the save after one in the background that nobody waits for; ``"load"`` of a value that the last checkpoint
+            lacks; ``"object"``: a load of the last checkpoint, of which one rank's object takes nothing; ``"step"``,
+            ``"norm"``, ``"value"``, ``"gradients"``: to step with an optimizer's gradients, to clip them or to look at
+            them while some wait for a backward outside of ``no_backward_sync``.
+        optimizer: Whose gradients wait.
     """
 
     how: str = "save"
+    optimizer: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Try what is known to be refused, then zero all gradients, seed all generators, and go on.
+
+    None is drawn: a program that was refused is judged once more with the attempt in the place of what was refused.
+
+    Attributes:
+        refused: What is tried.
+    """
+
+    refused: Operation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -367,6 +394,7 @@ Operation = (
     | Save
     | Load
     | Fail
+    | Attempt
     | SavePretrained
     | LoadWeights
     | Switch

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_core.errors import InvalidOption
-from shard_core.testing.programs.operations import Switch
+from shard_core.testing.programs.operations import Fail, Switch
 from shard_core.testing.programs.records import checked, operation_from, record_of
 from shard_core.testing.programs.settings import TAKES
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MODULES = ("model", "critic")
 OPTIMIZERS = ("optimizer", "second")
 SCHEDULERS = ("scheduler", "second_scheduler")
+STUBBORN = "stubborn"
+"""What a program calls an object of its own that refuses to be loaded, where there is one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,9 @@ def everything(program: Program) -> list[str]:
     """List the names of all that a program builds, saves and loads."""
     schedulers = [name for name, spec in zip(SCHEDULERS, program.optimizers, strict=False) if spec.scheduled]
     average = ["average"] if program.averaged else []
-    return [*MODULES[: len(program.models)], *OPTIMIZERS[: len(program.optimizers)], *schedulers, *average]
+    stubborn = any(isinstance(each, Fail) and each.how == "object" for each in program.operations)
+    owners = [*MODULES[: len(program.models)], *OPTIMIZERS[: len(program.optimizers)], *schedulers, *average]
+    return [*owners, *([STUBBORN] if stubborn else [])]
 
 
 def from_json(text: str) -> Program:

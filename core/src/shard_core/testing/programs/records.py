@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from shard_core.errors import InvalidOption, nearest
+from shard_core.testing.programs.operations import Attempt
 from shard_core.testing.programs.vocabulary import KINDS, WAYS
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def operation_from(record: Any) -> Operation:
         )
     kind = KINDS[record["operation"]]
     fields = {name: value for name, value in record.items() if name != "operation"}
+    if kind is Attempt:
+        return Attempt(refused=operation_from(fields.get("refused")))
     operation: Operation = checked(kind, fields)
     how = getattr(operation, "how", "")
     if kind in WAYS and how not in WAYS[kind]:
@@ -43,7 +46,8 @@ def operation_from(record: Any) -> Operation:
 
 def record_of(operation: Operation) -> dict[str, Any]:
     """Return what JSON keeps of an operation."""
-    return {"operation": type(operation).__name__, **dataclasses.asdict(operation)}
+    inner = {"refused": record_of(operation.refused)} if isinstance(operation, Attempt) else {}
+    return {"operation": type(operation).__name__, **dataclasses.asdict(operation), **inner}
 
 
 def checked(kind: type[Any], fields: dict[str, Any]) -> Any:

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.expressions import shown_state, strategy_of
-from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, everything, segments, share_of
+from shard_core.testing.programs.program import (
+    MODULES,
+    OPTIMIZERS,
+    SCHEDULERS,
+    STUBBORN,
+    everything,
+    segments,
+    share_of,
+)
 from shard_core.testing.programs.statements import statements
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ _HEAD = '''\
 from shard_core import {imports}
 from shard_core.testing.programs import Model, batch, contrast_of, evaluate, failing, fails, fed_back
 from shard_core.testing.programs import interrupted, loss_of, parameters_of, print_shown, state, tensors_of
-
+{asked}
 
 '''
 _TAIL = """\
@@ -74,7 +82,10 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
     ]
     more = "import torch.distributed.fsdp\n" * any("torch.distributed.fsdp" in option for option in program.options)
     more += "from torch.distributed.fsdp.wrap import wrap\n" * program.wrapped
-    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports, more=more)
+    tries = any(isinstance(each, ops.Attempt) for each in program.operations)
+    needed = ["Stubborn"] * (STUBBORN in everything(program)) + ["refused"] * tries
+    asked = f"from shard_core.testing.programs import {', '.join(needed)}\n" if needed else ""
+    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports, more=more, asked=asked)
     tail = _TAIL.format(commands=", then ".join(commands), call="globals()[sys.argv[1]]" if several else "main")
     return head + "\n".join(lines) + tail
 
@@ -107,6 +118,8 @@ def _build(program: Program) -> Iterator[str]:
             yield f"    {name} = torch.optim.lr_scheduler.StepLR({optimizer}, 1, 0.9)"
     if program.averaged:
         yield f"    average = ExponentialMovingAverage(strategy, {MODULES[0]}, decay=0.9)"
+    if STUBBORN in everything(program):
+        yield f"    {STUBBORN} = Stubborn()"
     yield f"    return {', '.join(everything(program))}"
 
 

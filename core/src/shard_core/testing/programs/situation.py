@@ -9,6 +9,7 @@ from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.parts import SLOPE_ONCE
 from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, runs_alone
+from shard_core.testing.programs.vocabulary import PREMATURE
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
@@ -44,7 +45,7 @@ class _Files:
                 if how == "modules":
                     return self._saved is not None
                 return self._saved == added and (self._newest or how == "path")
-            case ops.Fail(how="load"):
+            case ops.Fail(how="load" | "object"):
                 return self._saved is not None
             case ops.LoadWeights():
                 return module in self._pretrained
@@ -90,6 +91,7 @@ class Situation:
 
     def allows(self, operation: Operation) -> bool:
         """Check whether plain PyTorch, with what the contract adds to it, allows an operation now."""
+        operation = operation.refused if isinstance(operation, ops.Attempt) else operation
         number = self._module_of(operation)
         module = self._modules[number]
         alone = self._is_alone(number)
@@ -110,9 +112,9 @@ class Situation:
                 allowed = alone and not (pending or self._scaled) and len(rows) == self.world_size
             case ops.ZeroGrad() | ops.ZeroByHand():
                 allowed = self._may_be_zeroed(operation, number)
-            case ops.Forward(how="interrupted"):
+            case ops.Forward(how="interrupted" | "interrupted by hand"):
                 allowed = not module.denominator  # its backward has none
-            case ops.Freeze() | ops.HookGradients() | ops.StepScheduler() | ops.AddGroup():
+            case ops.Freeze() | ops.HookGradients() | ops.StepScheduler() | ops.AddGroup() | ops.Fail():
                 allowed = self._is_there(operation, number)
             case ops.UpdateAverage() | ops.ShowAverage():
                 allowed = self._program.averaged
@@ -123,6 +125,10 @@ class Situation:
                 allowed = self._files.have(operation, number, self._added)
         return allowed and self._has_kernels(operation, number)
 
+    def optimizer_of(self, module: int) -> int | None:
+        """Return an optimizer of a module, if it has one."""
+        return next((which for which, spec in enumerate(self._program.optimizers) if spec.module == module), None)
+
     def _is_there(self, operation: Operation, number: int) -> bool:
         """Check that there is what an operation is about."""
         match operation:
@@ -132,6 +138,10 @@ class Situation:
                 return self._program.optimizers[which].scheduled
             case ops.AddGroup(optimizer=which):
                 return self._lacks(which)
+            case ops.Fail(how=how) if how in PREMATURE.values():
+                return self._modules[number].deferred
+            case ops.Fail():
+                return self._files.have(operation, number, self._added)
             case _:
                 return True
 
@@ -153,7 +163,7 @@ class Situation:
     def _has_kernels(self, operation: Operation, number: int) -> bool:
         """Check whether torch computes an operation where models are compiled, steps are fused or gradients sparse."""
         match operation:
-            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "data"):
+            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "data" | "foreach"):
                 known = "sparse" not in self._program.models[number].parts
             case ops.EditGradients(how="clipped"):
                 known = {"sparse", "empty"}.isdisjoint(self._program.models[number].parts) and not self._ignores
@@ -163,7 +173,7 @@ class Situation:
                 lacking, graphs = (SLOPE_ONCE, not self._program.compiled) if how == "penalty" else (("sparse",), True)
                 known = graphs and set(lacking).isdisjoint(self._program.models[number].parts)
                 known = known and self._program.precision in EXACT
-            case ops.Backward(how="by hand"):
+            case ops.Backward(how="by hand") | ops.Forward(how="interrupted by hand"):
                 known = not self._scaled
             case ops.Backward(how="two_forwards" | "crossed" | "contrastive"):
                 known = "clamped" not in self._program.models[number].parts
@@ -224,6 +234,7 @@ class Situation:
         """Return the number of the module that an operation is about."""
         if isinstance(operation, ops.ZeroGrad) and operation.of_module:
             return operation.which
+        operation = operation.refused if isinstance(operation, ops.Attempt) else operation
         which = operation.which if isinstance(operation, ops.ZeroGrad) else getattr(operation, "optimizer", None)
         return int(getattr(operation, "module", 0)) if which is None else self._program.optimizers[which].module
 
@@ -255,7 +266,7 @@ class Situation:
             case ops.AddGroup(optimizer=which):
                 self._added |= {which}
                 module.stale = True
-            case ops.Switch() | ops.Forward(how="interrupted"):
+            case ops.Switch() | ops.Attempt() | ops.Forward(how="interrupted" | "interrupted by hand"):
                 self._modules = [_Module() for _ in self._modules]
             case _:
                 pass

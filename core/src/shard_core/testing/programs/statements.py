@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.expressions import added_group, batch_of, owned, shown_state, states_of, strategy_of
-from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, everything, optimizers_over
+from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, STUBBORN, everything, optimizers_over
+from shard_core.testing.programs.vocabulary import PREMATURE
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
@@ -85,7 +86,11 @@ def _(operation: ops.ZeroByHand, *_: object) -> Lines:
 def _(operation: ops.EditGradients, *_: object) -> Lines:
     if operation.how == "clipped":
         return [f"torch.nn.utils.clip_grad_norm_({MODULES[operation.module]}.parameters(), 0.5)"], []
-    loop = f"for parameter in {MODULES[operation.module]}.parameters():"
+    parameters = f"{MODULES[operation.module]}.parameters()"
+    if operation.how == "foreach":
+        found = f"gradients = [each.grad for each in {parameters} if each.grad is not None]"
+        return [found, "if gradients:", f"    torch._foreach_mul_(gradients, {operation.factor})"], []
+    loop = f"for parameter in {parameters}:"
     multiplied = f".mul_({operation.factor})"
     edit = {"infinite": ".add_(float('inf'))", "data": f".data{multiplied}"}.get(operation.how, multiplied)
     edit = f" = {operation.factor} * parameter.grad" if operation.how == "assigned" else edit
@@ -209,7 +214,7 @@ def _(operation: ops.Seed, *_: object) -> Lines:
 
 @statements.register(ops.Save)
 def _(operation: ops.Save, program: Program, number: int, *_: object) -> Lines:
-    more = "" if operation.blocking else ", blocking=False"
+    more = ("" if operation.blocking else ", blocking=False") + ("" if operation.frozen else ", frozen=False")
     path = f"f'{{folder}}/saved-{number}'"
     return [f"saving = strategy.save_checkpoint({path}, {states_of(everything(program))}{more})"], []
 
@@ -226,6 +231,19 @@ def _(operation: ops.Load, program: Program, number: int, saved: str) -> Lines:
 @statements.register(ops.Fail)
 def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
     states, shown = states_of(everything(program)), ["failed=failed", f"**{shown_state(program)}"]
+    if operation.how in PREMATURE.values():
+        owned_by = owned(program, operation.optimizer)
+        call = {
+            "step": f"optimizer_step({owned_by.split(', ')[1]})",
+            "norm": f"clip_gradients_norm({owned_by}, 1.0)",
+            "value": f"clip_gradients_value({owned_by}, 1.0)",
+            "gradients": f"module_gradients({owned_by.split(', ')[0]})",
+        }[operation.how]
+        return [f"failed = fails(lambda: strategy.{call})"], shown
+    if operation.how == "object":
+        called = f"fails(lambda: strategy.load_checkpoint(f'{{folder}}/{saved}', {states}))"
+        refuses = f"{STUBBORN}.refuses = rank == 0"
+        return ["saving.wait()", refuses, f"failed = {called}", f"{STUBBORN}.refuses = False"], shown
     if operation.how == "load":
         path, lacking = f"f'{{folder}}/{saved}'", f"{{'lacking': 3, **{states}}}"
         return ["saving.wait()", f"failed = fails(lambda: strategy.load_checkpoint({path}, {lacking}))"], shown
@@ -237,6 +255,15 @@ def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
         return [made, f"failed = fails({begun}) or fails({after})"], shown
     more = ", blocking=False).wait()" if operation.how == "background" else ")"
     return [made, f"failed = fails(lambda: strategy.save_checkpoint({path}, {states}{more})"], shown
+
+
+@statements.register(ops.Attempt)
+def _(operation: ops.Attempt, program: Program, number: int, saved: str) -> Lines:
+    lines, _ = statements(operation.refused, program, number, saved)
+    names = MODULES[: len(program.models)]
+    restored = [f"{name}.{call}()" for name in names for call in ("zero_grad", "train")]
+    inside = [f"    {line}" for line in lines]
+    return ["with refused():", *inside, *restored, "strategy.seed_everything(0)"], [f"**{shown_state(program)}"]
 
 
 @statements.register(ops.SavePretrained)
@@ -347,6 +374,9 @@ def _(operation: ops.Forward, program: Program, *_: object) -> Lines:
     lines = [f"with {context}:", f"    {line}"] if context else [line]
     if operation.how in ("eval", "inference", "failed evaluation"):
         lines = [f"{name}.eval()", *lines, f"{name}.train()"]
+    if operation.how == "interrupted by hand":
+        lines += ["interrupted(output.sum().backward, output)"]
+        lines += [f"{each}.zero_grad()" for each in MODULES[: len(program.models)]]
     if operation.how == "interrupted":
         lines += [f"interrupted(lambda: strategy.backward(output.sum(), {name}), output)"]
     return lines, [] if fails else ["output=output.detach()"]

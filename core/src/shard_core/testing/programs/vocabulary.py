@@ -9,7 +9,7 @@ from shard_core.testing.programs import operations as ops
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in ops.Operation.__args__}
 """The operations by name."""
 TOUCHES: dict[str, tuple[type[Any], ...]] = {
-    "trained": (ops.Freeze, ops.Backward),
+    "trained": (ops.Freeze, ops.Backward, ops.Attempt),
     # Before a step, or clipped by a norm, they are divided by denominators, once.
     "gradients": (
         ops.Backward,
@@ -20,10 +20,18 @@ TOUCHES: dict[str, tuple[type[Any], ...]] = {
         ops.Step,
         ops.ZeroByHand,
         ops.ZeroGrad,
+        ops.Attempt,
     ),
-    "generator": (ops.Backward, ops.Closure, ops.Forward, ops.Evaluate, ops.ShowAverage, ops.Initialize, ops.Seed),
+    "generator": (
+        *(ops.Backward, ops.Closure, ops.Forward, ops.Evaluate, ops.ShowAverage, ops.Initialize, ops.Seed),
+        ops.Attempt,
+    ),
 }
 """What operations change by themselves before a strategy could refuse them; a refusal leaves the rest alone."""
+PREMATURE: dict[type[Any], str] = {
+    ops.Step: "step", ops.ClipNorm: "norm", ops.ClipValue: "value", ops.ShowGradients: "gradients"
+}  # fmt: skip
+"""What has to be refused while gradients wait for a backward that sends them, and the name of the failure."""
 WAYS: dict[type[Any], tuple[str, ...]] = {
     ops.Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
@@ -31,11 +39,23 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
     ),
     ops.Forward: (
         "train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted", "failed", "failed evaluation",
+        "interrupted by hand",
     ),
-    ops.EditGradients: ("multiplied", "infinite", "clipped", "assigned", "data"),
+    ops.EditGradients: ("multiplied", "infinite", "clipped", "assigned", "data", "foreach"),
     ops.EditWeights: ("in place", "data"),
     ops.Load: ("path", "latest", "modules"),
-    ops.Fail: ("save", "background", "unwaited", "load"),
+    ops.Fail: ("save", "background", "unwaited", "load", "object", *PREMATURE.values()),
     ops.Reduce: ("mean", "sum", "max", "gather", "dict"),
 }  # fmt: skip
 """What ``how`` may be, where an operation has it."""
+VARIANTS: dict[tuple[type[Any], str], str] = {
+    (ops.Forward, "interrupted"): "interrupted by hand",
+    (ops.EditGradients, "multiplied"): "foreach",
+    (ops.Fail, "load"): "object",
+}
+"""Ways that are drawn in the place of others, so that seeds go on drawing what they have drawn."""
+
+
+def drawn_ways(kind: type[Any]) -> tuple[str, ...]:
+    """List the ways that are drawn of themselves."""
+    return tuple(how for how in WAYS[kind] if how not in (*VARIANTS.values(), *PREMATURE.values()))

@@ -181,11 +181,20 @@ class _Clamped(Linear):
     """A layer whose forward writes to its weight before it computes with it, in training something else each time."""
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.layer.bias.data.clamp_(-0.02, 0.02)  # torch counts no such write
         with torch.no_grad():
             self.layer.weight.clamp_(-0.25, 0.25)
             if self.training:
                 self.layer.weight.mul_(0.98)
         return super().forward(hidden, tokens)
+
+
+class _Transposed(Linear):
+    """A layer whose weight is not contiguous, as what is read from another framework's files, or transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.weight = nn.Parameter(self.layer.weight.detach().t())
 
 
 class _Wide(Part):
@@ -216,5 +225,6 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "weighed": _Weighed,
     "clamped": _Clamped,
     "wide": _Wide,
+    "transposed": _Transposed,
 }
 """Parts with such parameters, by name."""

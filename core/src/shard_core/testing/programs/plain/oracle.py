@@ -45,8 +45,8 @@ class Oracle(PlainRun):
                 shown = self._each(lambda rank: self._backward(operation, rank))
             case ops.Forward():
                 shown = self._each(lambda rank: self._forward(operation, rank))
-                for number in range(len(self.models)) if operation.how == "interrupted" else ():
-                    self._on_all(ops.ZeroGrad(of_module=True, which=number))
+                if operation.how.startswith("interrupted"):
+                    self._zero_all()
             case ops.Evaluate():
                 shown = self._each(lambda rank: self._evaluate(operation, rank), together=_interleaved)
             case ops.ShowAverage():
@@ -56,6 +56,10 @@ class Oracle(PlainRun):
             case _:
                 shown = [self._on_all(operation)] * len(self._ranks)
         return shown
+
+    def _zero_all(self) -> None:
+        for number in range(len(self.models)):
+            self._on_all(ops.ZeroGrad(of_module=True, which=number))
 
     @functools.singledispatchmethod
     def _on_all(self, operation: Operation) -> Values:
@@ -222,10 +226,16 @@ class Oracle(PlainRun):
         self._seed(operation.seed)
         return {}
 
+    @_on_all.register(ops.Attempt)
+    def _(self, operation: ops.Attempt) -> Values:
+        del operation
+        self._zero_all()
+        self._seed(0)
+        return self.state()
+
     @_on_all.register(ops.Save)
     def _(self, operation: ops.Save) -> Values:
-        del operation
-        self._saved = self._snapshot()
+        self._saved = self._snapshot(frozen=operation.frozen)
         return {}
 
     @_on_all.register(ops.Load)

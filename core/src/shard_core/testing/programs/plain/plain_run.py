@@ -88,6 +88,7 @@ class PlainRun:
         self.generators[0] = torch.get_rng_state()
         for model in self.models:
             self._precision.convert(model)
+        self._untrained = [_frozen(model) for model in self.models]
         self.optimizers = [self._optimizer(spec) for spec in self._program.optimizers]
         self._schedulers = [
             torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if spec.scheduled else None
@@ -278,17 +279,22 @@ class PlainRun:
             torch.manual_seed(seed if rank == 0 else int.from_bytes(digest, "little") >> 1)
             self.generators.append(torch.get_rng_state())
 
-    def _snapshot(self) -> Any:
+    def _snapshot(self, *, frozen: bool = True) -> Any:
+        """Copy all that is saved; without what is frozen and has never been trained, if so asked."""
         for number, buffers in enumerate(self._buffers[0]):
             self._fill(number, buffers)
         states = [each.state_dict() for each in self._holders()]
+        for model, untrained, state in zip(self.models, self._untrained, states, strict=False):
+            for name in () if frozen else untrained & _frozen(model):
+                del state[name]
         return copy.deepcopy((states, self.generators, self._precision.next_factor()))
 
     def _restore(self, saved: Any, *, modules_alone: bool = False) -> None:
         states, generators, factor = copy.deepcopy(saved)
         holders = self.models if modules_alone else self._holders()
         for holder, state in zip(holders, states, strict=not modules_alone):
-            holder.load_state_dict(state)
+            here = holder.state_dict() if isinstance(holder, Model) else {}
+            holder.load_state_dict(here | state)  # what was left out stays as it is
         for number in range(len(self.models)):
             self._spread(number)
         if not modules_alone:
@@ -323,6 +329,11 @@ class PlainRun:
             for slot, value in slots.items()
             if isinstance(value, torch.Tensor)
         ]
+
+
+def _frozen(model: Model) -> set[str]:
+    """Return the names of parameters that are not trained."""
+    return {name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad}
 
 
 def _buffers(model: Model) -> dict[str, torch.Tensor]:

@@ -1,0 +1,62 @@
+"""Goes on after what was refused: a refusal has to leave all as it was, hooks and what is on its way included."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shard_core.testing.programs import operations as ops
+from shard_core.testing.programs.model import Model
+
+if TYPE_CHECKING:
+    from shard_core.testing.programs.operations import Operation
+    from shard_core.testing.programs.program import Program
+
+_AT_MOST = 3
+"""So many refusals a program goes on after."""
+_TRIED: tuple[type[Any], ...] = (
+    *(ops.Backward, ops.Closure, ops.Evaluate, ops.Forward, ops.ShowAverage),
+    *(ops.ClipNorm, ops.ClipValue, ops.EditGradients, ops.ShowGradients, ops.Step),
+    *(ops.EditWeights, ops.Initialize, ops.Load, ops.LoadStateDict, ops.LoadWeights, ops.ReloadOptimizer),
+    ops.ShowParameters,
+)
+"""Operations that leave nothing behind once gradients are zeroed and generators seeded."""
+_CALLING = _TRIED[:5]
+"""Of these, those that call a model, which may have changed its buffers before it was refused."""
+
+
+def after_refusal(program: Program, at: int) -> Program | None:
+    """Return a program that tries what was refused, and goes on.
+
+    Args:
+        program: It was refused.
+        at: At which operation; -1 for setup.
+
+    Returns:
+        The program; None where nobody knows how things stand after it.
+    """
+    attempts = sum(isinstance(each, ops.Attempt) for each in program.operations)
+    if at < 0 or attempts >= _AT_MOST or not _leaves_nothing(program, program.operations[at]):
+        return None
+    operations = list(program.operations)
+    operations[at] = ops.Attempt(refused=operations[at])
+    return dataclasses.replace(program, operations=tuple(operations))
+
+
+def _leaves_nothing(program: Program, operation: Operation) -> bool:
+    """Check that an operation changes nothing that an attempt does not restore."""
+    if not isinstance(operation, _TRIED) or (isinstance(operation, ops.Backward) and operation.how == "frozen"):
+        return False
+    return not isinstance(operation, _CALLING) or not any(_changes_by_calls(spec.parts) for spec in program.models)
+
+
+@functools.lru_cache(maxsize=1000)
+def _changes_by_calls(parts: tuple[str, ...]) -> bool:
+    """Check whether a forward of a model changes its buffers or its weights."""
+    if "clamped" in parts:
+        return True
+    with torch.device("meta"):
+        return next(Model(*parts).buffers(), None) is not None
