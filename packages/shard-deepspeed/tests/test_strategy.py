@@ -29,6 +29,23 @@ def train_and_leave(name: str) -> list[bool]:
     return [each() is not None for each in trained]
 
 
+def leave_after_a_failed_part() -> bool:
+    """Call a part past the module, whose layer is refused; return whether the module is held afterwards."""
+    with get_strategy("deepspeed_stage_3") as strategy:
+        module = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+        kept = weakref.ref(module)
+        strategy.setup_module_and_optimizers(module, [torch.optim.SGD(module.parameters(), 0.1)])
+        with pytest.raises(MissingCapability, match="a Linear inside Sequential was called"):
+            module[0](torch.ones(2, 8))
+    del strategy, module
+    gc.collect()
+    return kept() is not None
+
+
+def test_teardown_lets_go_of_a_module_whose_part_has_failed(worlds: Any) -> None:
+    assert worlds(2).run(leave_after_a_failed_part) == [False] * 2
+
+
 @pytest.mark.parametrize("name", ["deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
 def test_teardown_lets_go_of_the_module(worlds: Any, name: str) -> None:
     assert worlds(2).run(train_and_leave, name) == [[False, False]] * 2
