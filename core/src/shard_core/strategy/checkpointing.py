@@ -69,7 +69,7 @@ class StrategyCheckpointing(StrategyStateDict):
                 values, by keys of your choice.
             storage_options: For the store a URL names, as fsspec takes them.
             filter: Returns for a key, such as ``model.head.weight``, whether the tensor is written.
-            frozen: Whether parameters are written that were frozen at setup and still are, such as the model that
+            frozen: Whether parameters are written that no step could have trained since setup, such as the model that
                 adapters stand in. Without them a checkpoint loads strictly where they are there already.
             state_dict_type: ``"sharded"`` (the default, unless an option of the strategy sets another) or ``"full"``.
             blocking: Whether to return only when the checkpoint is complete; None leaves it to ``checkpoint_io``,

@@ -46,7 +46,7 @@ class SetUpModule:
         hooks: Those on its parameters and the optimizers, and on what draws values anew.
         rescaled: Its embeddings with ``max_norm``.
         unstepped: What gradients still need while there is no optimizer.
-        untrained: The names, those of ties included, of parameters that were frozen at setup.
+        untrained: The names, those of ties included, of parameters that were frozen at setup and in every step since.
         frozen: Those of them that must stay so, by name.
         sparse_embeddings: Its embeddings made with ``sparse=True``, where the engine has dense gradients alone.
         known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
@@ -171,8 +171,18 @@ class SetUpModule:
             )
         self.known.update(stepped)
 
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that one of the module's optimizers steps, and what that trains.
+
+        Args:
+            optimizer: Which.
+        """
+        self.optimizers[optimizer].note_step()
+        if self.untrained:
+            self.untrained = frozenset(self.never_trained())
+
     def never_trained(self) -> list[str]:
-        """List the names of parameters that were frozen at setup and still are."""
+        """List the names of parameters that were frozen at setup, in every step since, and still are."""
         now = self.module.named_parameters(remove_duplicate=False)
         return sorted(self.untrained - {plain_name(name) for name, each in now if each.requires_grad})
 

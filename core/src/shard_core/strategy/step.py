@@ -220,7 +220,7 @@ class StrategyStep(StrategySetup):
                 self.precision.scaler.record(finite=finite)
             if finite:
                 self.engine_step(optimizer, None, **kwargs)
-            known.optimizers[optimizer].note_step()
+            known.note_step(optimizer)
             return finite
         self._require(Capability.CLOSURE)
         if self.precision.scaler is not None:
@@ -236,7 +236,7 @@ class StrategyStep(StrategySetup):
             return loss
 
         self.engine_step(optimizer, evaluate, **kwargs)
-        known.optimizers[optimizer].note_step()
+        known.note_step(optimizer)
         return True
 
     def _on_plain_gradient(self, parameter: torch.Tensor, called: Callable[[], None]) -> RemovableHandle | None:

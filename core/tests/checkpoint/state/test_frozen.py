@@ -55,6 +55,36 @@ def test_what_is_frozen_is_not_written_and_not_missed(tmp_path):
             strategy.save_checkpoint(tmp_path / "d", {"model": model}, frozen="no")
 
 
+@pytest.mark.parametrize("name", ["single", "ddp"])
+def test_the_optimizer_keeps_what_it_has_of_what_is_frozen(tmp_path, name):
+    with get_strategy(name, accelerator="cpu") as strategy:
+        models = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2)]
+        optimizers = []
+        for number, model in enumerate(models):
+            model[0].requires_grad_(False)
+            groups = [{"params": part.parameters(), "lr": 0.1 + number} for part in model]
+            optimizers.append(torch.optim.Adagrad(groups, initial_accumulator_value=1.0 + number))
+            models[number], _ = strategy.setup_module_and_optimizers(model, optimizers[-1:])
+        strategy.save_checkpoint(tmp_path / "c", {"model": models[0], "optimizer": optimizers[0]}, frozen=False)
+        strategy.load_checkpoint(tmp_path / "c", {"model": models[1], "optimizer": optimizers[1]})
+        states = strategy.optimizer_state_dict(optimizers[1])["state"]
+        assert [float(states[each]["sum"].flatten()[0]) for each in ("0.weight", "1.weight")] == [2.0, 1.0]
+        assert [group["lr"] for group in optimizers[1].param_groups] == [0.1, 0.1]
+        strategy.unwrap(models[1]).requires_grad_(True)
+        _step(strategy, models[1], optimizers[1])
+
+
+def test_what_was_trained_for_a_while_is_written(tmp_path):
+    with get_strategy("single", accelerator="cpu") as strategy:
+        model, optimizer = _set_up(strategy)
+        model[0].requires_grad_(True)
+        _step(strategy, model, optimizer)
+        model[0].requires_grad_(False)
+        strategy.save_checkpoint(tmp_path / "c", {"model": model}, frozen=False)
+        assert {"model.0.weight", "model.0.bias"} <= set(_kept(tmp_path / "c"))
+        assert "model.1.bias" not in _kept(tmp_path / "c")
+
+
 def test_what_was_trained_before_it_was_frozen_is_written(tmp_path):
     with get_strategy("single", accelerator="cpu") as strategy:
         model, optimizer = _set_up(strategy)

@@ -117,7 +117,9 @@ class ModuleMatch:
             for group in record.groups
         ]
         scalars = {live: slots for name, slots in record.scalars.items() for live in self.live_names(name)}
-        return dataclasses.replace(record, module=self.live, groups=groups, scalars=scalars)
+        renamed = dataclasses.replace(record, module=self.live, groups=groups, scalars=scalars)
+        left_out = (name for name in renamed.names if self.was_left_out(self._live_model + name))
+        return dataclasses.replace(renamed, left_out=frozenset(left_out))
 
     def _stored_name(self, name: str) -> str | None:
         for each in self._names_of(name):

@@ -27,6 +27,8 @@ class OptimizerRecord:
         groups: Each group's hyper-parameters, and under ``params`` its parameters' names.
         scalars: State of one element (``step``, say), by parameter and slot: tensors without dims, or
             plain values.
+        left_out: The names of parameters that a save has left out, because they were frozen, with their state: a load
+            leaves both as they are. Of a load alone; no record on disk has it.
     """
 
     module: str
@@ -34,6 +36,7 @@ class OptimizerRecord:
     defaults: Sequence[str]
     groups: Sequence[Mapping[str, Any]]
     scalars: Mapping[str, Mapping[str, Any]]
+    left_out: frozenset[str] = frozenset()
 
     @property
     def names(self) -> list[str]:

@@ -166,7 +166,12 @@ class OptimizerTensors:
 
     def _scalars(self, records: Sequence[OptimizerRecord]) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
         """Yield each parameter that is restored, its name first and what the checkpoint has of its scalars last."""
-        scalars = {name: record.scalars.get(name, {}) for record in records for name in record.names}
+        scalars = {
+            name: record.scalars.get(name, {})
+            for record in records
+            for name in record.names
+            if name not in record.left_out
+        }
         for name, parameter in self.kept.items():
             if name in scalars:
                 yield name, parameter, scalars[name]

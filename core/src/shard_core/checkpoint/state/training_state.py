@@ -106,7 +106,8 @@ class TrainingState(abc.ABC):
     def finish_load(self, optimizers: Sequence[OptimizerRecord]) -> None:
         """Restore scalars and hyper-parameters, and push copies to where the engine keeps them.
 
-        A parameter named by a record has afterwards exactly the state the checkpoint holds for it.
+        A parameter named by a record has afterwards exactly the state the checkpoint holds for it, and the state it has
+        here where the record has it among ``left_out``.
 
         Args:
             optimizers: The checkpoint's records of the optimizers of these modules, with the names the

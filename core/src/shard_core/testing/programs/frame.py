@@ -152,7 +152,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     """
     own_kernels = "cpu" not in card.devices
     several = chance.random() < 0.15 and Capability.SEVERAL_MODULES in card.capabilities
-    models = []
+    models: list[ModelSpec] = []
     for _ in range(1 + several):
         weights = [_RARE.get(part, 1.0) for part in PARTS]
         parts = tuple(dict.fromkeys(chance.choices(list(PARTS), weights, k=chance.randint(2, 5))))

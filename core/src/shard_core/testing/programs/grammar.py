@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shard_core import plugins
 from shard_core.capability import Capability
@@ -95,13 +95,13 @@ def _varied(operation: Operation, situation: Situation, chance: random.Random) -
     """Return what some operations are drawn as instead: of chances of its own, so that seeds draw what they drew."""
     premature = PREMATURE.get(type(operation))
     if premature is not None and not situation.allows(operation):
-        which = getattr(operation, "optimizer", None)
-        which = situation.optimizer_of(getattr(operation, "module", 0)) if which is None else which
-        failed = ops.Fail(how=premature, optimizer=which)
+        which = situation.optimizer_of(operation)
+        failed = ops.Fail(how=premature, optimizer=which or 0)
         return failed if which is not None and chance.random() < _PREMATURE else operation
     way = VARIANTS.get((type(operation), getattr(operation, "how", "")))
     if way is not None and chance.random() < _VARIED:
-        return dataclasses.replace(operation, how=way)  # type: ignore[call-arg]
+        changes: Any = {"how": way}
+        return dataclasses.replace(operation, **changes)
     if isinstance(operation, ops.Save) and chance.random() < _VARIED:
         return dataclasses.replace(operation, frozen=False)
     return operation

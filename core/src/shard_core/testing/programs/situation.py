@@ -125,9 +125,11 @@ class Situation:
                 allowed = self._files.have(operation, number, self._added)
         return allowed and self._has_kernels(operation, number)
 
-    def optimizer_of(self, module: int) -> int | None:
-        """Return an optimizer of a module, if it has one."""
-        return next((which for which, spec in enumerate(self._program.optimizers) if spec.module == module), None)
+    def optimizer_of(self, operation: Operation) -> int | None:
+        """Return the optimizer that an operation is about, or one of its module, if there is one."""
+        module, which = self._module_of(operation), getattr(operation, "optimizer", None)
+        stepping = (number for number, spec in enumerate(self._program.optimizers) if spec.module == module)
+        return next(stepping, None) if which is None else int(which)
 
     def _is_there(self, operation: Operation, number: int) -> bool:
         """Check that there is what an operation is about."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -18,7 +19,7 @@ from shard_core.testing.programs.program import share_of
 from shard_core.testing.programs.settings import TAKES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shard_core.testing.programs.program import OptimizerSpec, Program
 
@@ -218,6 +219,8 @@ class PlainRun:
     def _step(self, which: int) -> Values:
         """Step an optimizer, unless the loss was multiplied by too large a factor."""
         stepped = self._fits(which)
+        module = self._program.optimizers[which].module
+        self._untrained[module] &= _frozen(self.models[module])
         if stepped:
             self.optimizers[which].step()
         self._precision.record(stepped)
@@ -280,26 +283,43 @@ class PlainRun:
             self.generators.append(torch.get_rng_state())
 
     def _snapshot(self, *, frozen: bool = True) -> Any:
-        """Copy all that is saved; without what is frozen and has never been trained, if so asked."""
+        """Copy all that is saved; without what no step could have trained, if so asked."""
         for number, buffers in enumerate(self._buffers[0]):
             self._fill(number, buffers)
         states = [each.state_dict() for each in self._holders()]
-        for model, untrained, state in zip(self.models, self._untrained, states, strict=False):
-            for name in () if frozen else untrained & _frozen(model):
-                del state[name]
-        return copy.deepcopy((states, self.generators, self._precision.next_factor()))
+        pairs = zip(self._untrained, self.models, strict=True)
+        left_out = [set() if frozen else untrained & _frozen(model) for untrained, model in pairs]
+        return copy.deepcopy((states, left_out, self.generators, self._precision.next_factor()))
 
     def _restore(self, saved: Any, *, modules_alone: bool = False) -> None:
-        states, generators, factor = copy.deepcopy(saved)
+        states, left_out, generators, factor = copy.deepcopy(saved)
         holders = self.models if modules_alone else self._holders()
-        for holder, state in zip(holders, states, strict=not modules_alone):
-            here = holder.state_dict() if isinstance(holder, Model) else {}
-            holder.load_state_dict(here | state)  # what was left out stays as it is
+        with self._kept(left_out):
+            for holder, state in zip(holders, states, strict=not modules_alone):
+                holder.load_state_dict(state)
         for number in range(len(self.models)):
             self._spread(number)
         if not modules_alone:
             self.generators = generators
             self._precision.restore(factor)
+
+    @contextlib.contextmanager
+    def _kept(self, left_out: Sequence[set[str]]) -> Iterator[None]:
+        """Leave parameters as they are, and what optimizers have of them, whatever is loaded meanwhile."""
+        kept = [
+            (each, each.detach().clone(), [dict(optimizer.state.get(each, {})) for optimizer in self.optimizers])
+            for model, names in zip(self.models, left_out, strict=True)
+            for name, each in model.named_parameters()
+            if name in names
+        ]
+        yield
+        for parameter, values, slots in kept:
+            with torch.no_grad():
+                parameter.copy_(values)
+            for optimizer, own in zip(self.optimizers, slots, strict=True):
+                optimizer.state.pop(parameter, None)
+                if own:
+                    optimizer.state[parameter] = own
 
     def _holders(self) -> list[Any]:
         holders = [*self.models, *self.optimizers, *self._schedulers, self._average]
