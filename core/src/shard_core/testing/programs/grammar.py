@@ -30,8 +30,10 @@ _NEEDS = {
 """What a strategy may lack; that it refuses then is a promise of its own."""
 _ZEROED = 0.2
 """How many backwards there are whose gradients of before are zeroed after their forward."""
-_VARIED = 0.35
+_VARIED = 0.5
 """How often something is drawn in another way, where there is one."""
+_TAKES_NOTHING = 0.15
+"""How often an object takes nothing of a checkpoint that is loaded."""
 _PREMATURE = 0.5
 """How often what has to wait for a backward is tried before it."""
 _OVERFLOWS = 0.05
@@ -102,6 +104,8 @@ def _varied(operation: Operation, situation: Situation, chance: random.Random) -
     if way is not None and chance.random() < _VARIED:
         changes: Any = {"how": way}
         return dataclasses.replace(operation, **changes)
+    if isinstance(operation, ops.Load) and chance.random() < _TAKES_NOTHING:
+        return ops.Fail(how="object")
     if isinstance(operation, ops.Save) and chance.random() < _VARIED:
         return dataclasses.replace(operation, frozen=False)
     return operation

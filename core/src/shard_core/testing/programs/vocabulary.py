@@ -50,6 +50,7 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
 """What ``how`` may be, where an operation has it."""
 VARIANTS: dict[tuple[type[Any], str], str] = {
     (ops.Forward, "interrupted"): "interrupted by hand",
+    (ops.Forward, "train"): "interrupted by hand",
     (ops.EditGradients, "multiplied"): "foreach",
     (ops.Fail, "load"): "object",
 }

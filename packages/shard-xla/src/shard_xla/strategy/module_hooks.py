@@ -113,6 +113,8 @@ class FullParameterHooks:
         for unit in self._units:
             if isinstance(unit.reduce_scatter_op, ReduceScatter):
                 unit.reduce_scatter_op.flush()
+        if self._deferring:
+            self._show_kept()
         self._begin_backward()
 
     def used(self) -> list[tuple[str, bool]]:
@@ -137,13 +139,19 @@ class FullParameterHooks:
 
     def end_backward(self) -> None:
         """Show that gradients are kept on this rank, or send those that this backward, the last, has not reached."""
+        if self._deferring:
+            self._show_kept()
+            return
         for unit, own in zip(self._units, self._of_units, strict=True):
             kept = [parameter for parameter in own if parameter.waits]
-            if self._deferring:
-                for parameter in kept:
-                    parameter.show_gradient()
-            elif kept and self._prepared:
+            if kept and self._prepared:
                 _versions.send_gradients(unit, [parameter.full for parameter in kept])
+
+    def _show_kept(self) -> None:
+        """Show in the shards which gradients are kept, so that who throws them away there is noticed."""
+        for parameter in self._parameters:
+            if parameter.waits:
+                parameter.show_gradient()
 
     def drop_unfinished(self) -> None:
         """Throw away all gradients, and end a backward that an exception has ended."""
