@@ -26,6 +26,7 @@ from shard_core.testing.processes.world import World
 from shard_core.testing.programs import Judgement, Program, draw, judge
 from shard_core.testing.programs.campaign import others_of, quiet
 from shard_core.testing.programs.kept import kept_programs
+from shard_core.testing.programs.settings import splits_layers
 
 _REFUSED_AT_LEAST = 8
 """How many programs more than the original's must be refused for a mutant to count as one that refuses."""
@@ -33,6 +34,8 @@ _ALONE = 8
 """Of so many seeds, one draws a program of one rank."""
 _SQUARE = ("tp", "hsdp")
 """Strategies of two dimensions; of as many seeds, one draws a program of four ranks, two in each."""
+_RESIZED = 1
+"""What is left of seeds, divided by ``_ALONE``, whose programs go on with another number of ranks."""
 _FRESH = 10_000
 """The seed of the first program that is not run on the original before."""
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
@@ -60,7 +63,9 @@ class Original:
             return kept_programs()[self.origin]
         seed, ranks = int(self.origin.removeprefix("seed ")), _ranks(self.strategy)
         ranks = 1 if seed % _ALONE == 0 else 4 if seed % _ALONE == 4 and self.strategy in _SQUARE else ranks
-        return draw(seed, self.strategy, world_size=ranks, others=others_of(plugins.find(self.strategy), ranks))
+        card = plugins.find(self.strategy)
+        sizes = (1, 2) if seed % _ALONE == _RESIZED and not splits_layers(card) else ()
+        return draw(seed, self.strategy, world_size=ranks, others=others_of(card, ranks), sizes=sizes)
 
     @property
     def verdict(self) -> str:
