@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rogues.rogue import Rogue, parameters
-from shard_core.errors import MissingCapability
+from shard_core.errors import MissingCapability, SetupError
 
 if TYPE_CHECKING:
     from shard_core.plugins import StrategyInfo
@@ -161,8 +161,12 @@ class RefusesToDefer(Rogue):
 class StepsInside(Rogue):
     """Defers, and steps with what has not been averaged."""
 
-    def no_backward_sync(self, module: Any, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-        return module.no_sync() if enabled else contextlib.nullcontext()
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        try:
+            return self.inner.optimizer_step(optimizer, closure, **more)
+        except SetupError:
+            optimizer.step()
+            return True
 
 
 class IgnoresDenominator(Rogue):
