@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -28,6 +29,14 @@ def test_json_keeps_all_of_a_program():
     for seed in range(200):
         program = draw(seed, "ddp", others=("single",))
         assert from_json(program.to_json()) == program
+
+
+def test_json_keeps_what_was_attempted():
+    attempt = ops.Attempt(refused=ops.Backward(key=3, rows=(2, 1), deferred=True))
+    program = dataclasses.replace(PROGRAM, operations=(attempt, *PROGRAM.operations))
+    assert from_json(program.to_json()) == program
+    with pytest.raises(InvalidOption, match="did you mean 'Step'"):
+        from_json(changed(operations=[{"operation": "Attempt", "refused": {"operation": "Stepp"}}]))
 
 
 def test_json_keeps_an_infinite_norm():

@@ -45,6 +45,45 @@ def _own_generator():
         yield
 
 
+def test_a_save_without_what_is_frozen_leaves_it_and_its_state():
+    oracle = oracle_of("frozen", "linear", ranks=1, kind="adagrad")
+    names = [name for name in oracle.state() if ".frozen.layer.weight" in name or "parts.linear.layer.weight" in name]
+    oracle.play(ops.Save(frozen=False))
+    saved = oracle.state()
+    with torch.no_grad():
+        for name, parameter in oracle.models[0].named_parameters():
+            parameter.add_(1.0)
+            oracle.optimizers[0].state[parameter]["sum"].fill_(3.0 if "frozen" in name else 2.0)
+    changed = oracle.state()
+    loaded = oracle.play(ops.Load())[0]
+    assert {name.split(".")[-1] for name in names} == {"weight", "sum", "step"}
+    for name in names:
+        torch.testing.assert_close(loaded[name], (changed if ".frozen." in name else saved)[name], rtol=0, atol=0)
+
+
+def test_what_trained_for_a_while_is_saved_although_it_is_frozen():
+    oracle = oracle_of("frozen", ranks=1)
+    oracle.play(ops.Freeze(part="frozen", trained=True))
+    oracle.play(ops.Step())
+    oracle.play(ops.Freeze(part="frozen"))
+    oracle.play(ops.Save(frozen=False))
+    saved = oracle.state()
+    with torch.no_grad():
+        for parameter in oracle.models[0].parameters():
+            parameter.add_(1.0)
+    for name, value in oracle.play(ops.Load())[0].items():
+        assert name == "left" or torch.equal(torch.as_tensor(value), torch.as_tensor(saved[name])), name
+
+
+def test_an_attempt_leaves_weights_and_no_gradients():
+    oracle = oracle_of("linear", ranks=2)
+    oracle.play(ops.Backward(key=3, rows=(2, 2), denominator=True))
+    before = oracle.state()
+    shown = oracle.play(ops.Attempt(refused=ops.Step()))[0]
+    assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(before[name])) for name, value in shown.items())
+    assert oracle.play(ops.ShowGradients())[0] == {"gradients": {}}
+
+
 def test_one_rank_is_the_plain_loop():
     parts = ("linear", "norm", "batch_norm")
     oracle = oracle_of(*parts, ranks=1, kind="momentum", weight_decay=0.05)

@@ -63,6 +63,20 @@ class RefusesSeeded(RefusesToClip):
         torch.rand(1)
 
 
+class StepsNoMoreOnceRefused(RefusesToClip):
+    """Remembers that it has refused, and steps no more."""
+
+    _refused = False
+
+    def change(self, optimizer: torch.optim.Optimizer) -> None:
+        del optimizer
+        self._refused = True
+
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Any, **more: Any) -> None:
+        if not self._refused:
+            super().engine_step(optimizer, closure, **more)
+
+
 class RefusesInManyWords(DDPStrategy):
     """Refuses on each rank with a sentence of its own."""
 

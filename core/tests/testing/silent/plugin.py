@@ -29,6 +29,6 @@ FACTORIES = {
     **_at("evading", "refuses_without_momentum", "refuses_at_half_the_rate", "refuses_everything", "rounds_float32"),
     **_at("evading", "refuses_to_clip", "shows_doubles", "shows_weights_everywhere", "loses_checkpoints"),
     **_at("evading", "holds_modules", "refuses_without_gradients", "refuses_once_frozen", "refuses_seeded"),
-    **_at("evading", "refuses_in_many_words"),
+    **_at("evading", "refuses_in_many_words", "steps_no_more_once_refused"),
     **_at("forwards", "seeds_alike", "masks_alike", "scales_evaluation", "keeps_own_buffers"),
 }

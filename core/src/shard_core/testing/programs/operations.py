@@ -124,12 +124,10 @@ class ZeroByHand:
 class EditGradients:
     """Multiply a module's gradients by hand, also by others or by their data, make all infinite, or clip them by torch.
 
-    ``"foreach"`` multiplies them all in one call of torch's.
-
     Attributes:
         module: Which module.
         factor: By what they are multiplied.
-        how: ``"multiplied"``, ``"assigned"``, ``"data"``, ``"foreach"``, ``"infinite"`` or ``"clipped"``.
+        how: ``"multiplied"``, ``"assigned"``, ``"data"``, ``"infinite"``, ``"clipped"`` or ``"foreach"``: at once.
     """
 
     module: int = 0

@@ -145,8 +145,8 @@ LEFT_OUT = (
     "where gradients are sparse: torch has no kernels for most of that",
     "sparse gradients changed through their data, which torch copies first",
     "precision 16-true, and on devices other than the CPU all but 32-true",
-    "steps, clipping, looking at gradients and setting them to zeros after a backward inside no_backward_sync, before "
-    "one outside: the contract refuses them",
+    "gradients set to zeros after a backward inside no_backward_sync, before one outside, which the contract refuses "
+    "as it does steps, clipping and looking at gradients there: those are tried",
     "a fused optimizer made after setup, where torch has no fused kernels for the device: its constructor says so",
     "dropout between layers that ranks split, where each draws a mask for its own part",
     "tensor-parallel strategies before or after a switch, which change the number of data ranks",
