@@ -180,11 +180,11 @@ def _statement(mutant: Mutant) -> tuple[int, int, bool]:
 
 
 def in_turn(known: list[Original]) -> list[Original]:
-    """Order programs so that strategies take turns; each strategy's short ones come first."""
-    by_strategy: dict[str, list[Original]] = collections.defaultdict(list)
+    """Order programs so that strategies and precisions take turns; of each, the short ones come first."""
+    groups: dict[tuple[str, str], list[Original]] = collections.defaultdict(list)
     for each in sorted(known, key=lambda each: (each.origin.startswith("seed "), each.seconds)):
-        by_strategy[each.strategy].append(each)
-    rounds = itertools.zip_longest(*by_strategy.values())
+        groups[each.strategy, each.program().precision].append(each)
+    rounds = itertools.zip_longest(*groups.values())
     return [each for group in rounds for each in group if each is not None]
 
 
