@@ -33,7 +33,9 @@ _REFUSED_AT_LEAST = 8
 _ALONE = 8
 """Of so many seeds, one draws a program of one rank."""
 _SQUARE = ("tp", "hsdp")
-"""Strategies of two dimensions; of as many seeds, one draws a program of four ranks, two in each."""
+"""Strategies of two dimensions; of as many seeds, one draws a program of four ranks, two in each, or else of three."""
+_MORE = 4
+"""What is left of the seeds of these."""
 _RESIZED = 1
 """What is left of seeds, divided by ``_ALONE``, whose programs go on with another number of ranks."""
 _FRESH = 10_000
@@ -62,8 +64,9 @@ class Original:
         if not self.origin.startswith("seed "):
             return kept_programs()[self.origin]
         seed, ranks = int(self.origin.removeprefix("seed ")), _ranks(self.strategy)
-        ranks = 1 if seed % _ALONE == 0 else 4 if seed % _ALONE == 4 and self.strategy in _SQUARE else ranks
         card = plugins.find(self.strategy)
+        more = 4 if self.strategy in _SQUARE else min(3, card.max_ranks or 3)
+        ranks = {0: 1, _MORE: more}.get(seed % _ALONE, ranks)
         sizes = (1, 2) if seed % _ALONE == _RESIZED and not splits_layers(card) else ()
         return draw(seed, self.strategy, world_size=ranks, others=others_of(card, ranks), sizes=sizes)
 

@@ -352,7 +352,10 @@ def test_an_optimizer_is_made_without_a_part_of_a_module_of_its_own(optimizers):
         ((THROUGH, ops.Step(optimizer=1), ops.Step()), True),
         ((dataclasses.replace(COUNTED, module=1), THROUGH), False),
         ((dataclasses.replace(THROUGH, deferred=True), BACKWARD, ops.Step()), True),
-        ((dataclasses.replace(THROUGH, deferred=True), BACKWARD, ops.Step(optimizer=1)), False),
+        ((dataclasses.replace(THROUGH, deferred=True), BACKWARD, ops.Step(optimizer=1)), True),
+        ((dataclasses.replace(THROUGH, deferred=True), ops.Step()), False),
+        ((dataclasses.replace(THROUGH, deferred=True), ops.Fail(how="step")), True),
+        ((dataclasses.replace(THROUGH, deferred=True), ops.Fail(how="step", optimizer=1)), False),
         ((dataclasses.replace(DEFERRED, module=1), THROUGH, ops.Step(optimizer=1)), True),
     ],
 )

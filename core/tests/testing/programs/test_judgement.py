@@ -84,6 +84,7 @@ def test_it_goes_on_where_it_is_known_how_things_stand(parts, operation, goes_on
     onward = after_refusal(refused, 0)
     assert (onward is not None) is goes_on
     assert after_refusal(refused, -1) is None
+    assert after_refusal(refused, 1) is None
 
 
 def test_who_refuses_everything_is_not_passed(rogues, worlds):

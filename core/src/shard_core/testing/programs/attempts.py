@@ -10,6 +10,7 @@ import torch
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Model
+from shard_core.testing.programs.situation import Situation
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
@@ -33,16 +34,25 @@ def after_refusal(program: Program, at: int) -> Program | None:
 
     Args:
         program: It was refused.
-        at: At which operation; -1 for setup.
+        at: At which operation; -1 for setup, and as many as there are for the end.
 
     Returns:
         The program; None where nobody knows how things stand after it.
     """
     attempts = sum(isinstance(each, ops.Attempt) for each in program.operations)
-    if at < 0 or attempts >= _AT_MOST or not _leaves_nothing(program, program.operations[at]):
+    if (
+        not 0 <= at < len(program.operations)
+        or attempts >= _AT_MOST
+        or not _leaves_nothing(program, program.operations[at])
+    ):
         return None
-    operations = list(program.operations)
-    operations[at] = ops.Attempt(refused=operations[at])
+    situation = Situation(program)
+    operations: list[Operation] = []
+    for number, drawn in enumerate(program.operations):
+        operation = ops.Attempt(refused=drawn) if number == at else drawn
+        if situation.allows(operation):  # what needs the gradients that are gone is left out
+            situation.follow(operation)
+            operations.append(operation)
     return dataclasses.replace(program, operations=tuple(operations))
 
 

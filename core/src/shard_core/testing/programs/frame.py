@@ -16,6 +16,7 @@ from shard_core.testing.programs.parts import PARTS, SKIPPING
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.settings import (
     ALL_AT_ONCE,
+    BEGINNINGS,
     CAST,
     COMPILED,
     EXACT,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 _RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0}
 """How often a part is drawn, where less often than the others."""
+_BEGINS = 0.1
+"""How often a collective sets the environment up."""
 _ADDED, _OFTEN = ("transposed",), 0.08
 """What is added to parts, and how often: by chances of its own, so that seeds go on drawing what they have drawn."""
 _WRITTEN = {*SQUARE.values(), *(f"{name}={value}" for name, values in OPTIONS.items() for value in values)}
@@ -51,6 +54,7 @@ def possible(program: Program) -> bool:
         return False
     if (
         program.precision not in PRECISIONS
+        or program.begins not in ("", *BEGINNINGS)
         or not program.models
         or any(spec.module >= len(program.models) for spec in program.optimizers)
     ):
@@ -201,6 +205,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         averaged=chance.random() < 0.25 and precision in EXACT and not _has_part(models, "clamped"),
         apart=random.Random(f"{seed} apart").random() < 0.25,
         wrapped=chance.random() < 0.08,
+        begins=_beginning(seed),
         options=_options([each for each in offered(strategy) if not _misfits(models, each)], chance),
     )
     if world_size > 2 and world_size % 2 == 0:
@@ -210,6 +215,12 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         drawn = _taking(drawn, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
     return dataclasses.replace(drawn, optimizers=lacking)
+
+
+def _beginning(seed: int) -> str:
+    """Draw by what the environment is set up: by chances of its own, so that seeds go on drawing what they have."""
+    chance = random.Random(f"{seed} begins")
+    return chance.choice(BEGINNINGS) if chance.random() < _BEGINS else ""
 
 
 def _in_a_square(options: Sequence[str], card: StrategyInfo) -> tuple[str, ...]:

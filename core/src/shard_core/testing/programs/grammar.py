@@ -32,6 +32,8 @@ _ZEROED = 0.2
 """How many backwards there are whose gradients of before are zeroed after their forward."""
 _VARIED = 0.5
 """How often something is drawn in another way, where there is one."""
+_INTERRUPTED = 0.2
+"""How often a backward past the strategy that an exception ends comes after a forward without one."""
 _TAKES_NOTHING = 0.15
 """How often an object takes nothing of a checkpoint that is loaded."""
 _PREMATURE = 0.5
@@ -104,6 +106,8 @@ def _varied(operation: Operation, situation: Situation, chance: random.Random) -
     if way is not None and chance.random() < _VARIED:
         changes: Any = {"how": way}
         return dataclasses.replace(operation, **changes)
+    if isinstance(operation, ops.Forward) and chance.random() < _INTERRUPTED:
+        return dataclasses.replace(operation, how="interrupted by hand")
     if isinstance(operation, ops.Load) and chance.random() < _TAKES_NOTHING:
         return ops.Fail(how="object")
     if isinstance(operation, ops.Save) and chance.random() < _VARIED:

@@ -231,15 +231,14 @@ class _Rank:
 
     def get_strategy(self, name: str, **options: Any) -> Strategy:
         strategy = get_strategy(name, **options)
-        strategy.setup_environment()
-        data = strategy.distributed_sampler_kwargs
-        self.data_rank = (data["rank"], data["num_replicas"])
         self._strategies.append(strategy)
         return strategy
 
     def state(self, *asked: Any) -> dict[str, Any]:
         self._asked = asked
         strategy, modules, optimizers = asked
+        data = strategy.distributed_sampler_kwargs
+        self.data_rank = (data["rank"], data["num_replicas"])
         freed = [each for each in modules if _may_be_freed(each)]
         self._built.update(map(weakref.ref, (*freed, *map(strategy.unwrap, freed), *(optimizers if freed else ()))))
         return state(*asked)

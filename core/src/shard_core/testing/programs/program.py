@@ -71,6 +71,7 @@ class Program:
         averaged: Whether the first model has an exponential moving average.
         apart: Whether each rank draws other weights for its models, so that setup has to give all those of rank 0.
         wrapped: Whether its models' parts are made units by hand, where a strategy has such.
+        begins: The call that sets the environment up, one of ``settings.BEGINNINGS``; ``""`` for its own.
         compiled: Where ``torch.compile`` comes in: ``""`` for nowhere, or one of ``settings.COMPILED``.
         options: Of the strategies that have them, from ``OPTIONS``, as they are written in Python.
         operations: What it does.
@@ -86,6 +87,7 @@ class Program:
     averaged: bool = False
     apart: bool = False
     wrapped: bool = False
+    begins: str = ""
     compiled: str = ""
     options: tuple[str, ...] = ()
     operations: tuple[Operation, ...] = ()

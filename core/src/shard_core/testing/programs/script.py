@@ -139,7 +139,7 @@ def _models(program: Program) -> Iterator[str]:
 def _main(program: Program) -> Iterator[str]:
     yield "def main(show=print_shown, folder='checkpoints'):"
     yield f"    strategy = {strategy_of(program, program.strategy)}"
-    yield "    strategy.setup_environment()"
+    yield f"    strategy.{program.begins or 'setup_environment()'}"
     yield "    rank = strategy.distributed_sampler_kwargs['rank']"
     yield f"    {', '.join(everything(program))} = build(strategy)"
     yield f"    show(-1, **{shown_state(program)})"

@@ -92,6 +92,8 @@ MADE_WHOLE = ("adagrad", "nadam", "asgd")
 """Optimizers with numbers of their own dtype beside parameters, which torch casts with these when it loads them."""
 SPARSE = ("sgd", "adagrad")
 """Those that step sparse gradients, without weight decay and not fused; SGD's momentum would be sparse, too."""
+BEGINNINGS = ("barrier()", "all_reduce(torch.ones(2))", "broadcast(3)", "reduce(torch.ones(2))")
+"""Calls that set the environment up themselves, where a program has not."""
 COMPILED = ("before", "in place", "after")
 """Where models are compiled: before setup by ``torch.compile(model)`` or ``model.compile()``, or after it by this."""
 NOT_COMPILED = ("counter",)
@@ -147,6 +149,8 @@ LEFT_OUT = (
     "precision 16-true, and on devices other than the CPU all but 32-true",
     "gradients set to zeros after a backward inside no_backward_sync, before one outside, which the contract refuses "
     "as it does steps, clipping and looking at gradients there: those are tried",
+    "steps, clipping and looking at gradients between a backward past the strategy that an exception has ended and the "
+    "next backward, which begins the step anew",
     "a fused optimizer made after setup, where torch has no fused kernels for the device: its constructor says so",
     "dropout between layers that ranks split, where each draws a mask for its own part",
     "tensor-parallel strategies before or after a switch, which change the number of data ranks",
@@ -163,6 +167,8 @@ LEFT_OUT = (
     "infinite gradients, and those that optimizers zero after a forward, where two optimizers share a module or one "
     "lacks a part",
     "more than two models, and more than two optimizers",
+    "a backward past the strategy that an exception ends, where models are compiled: fsdp's next one finds nothing "
+    "where the compiler has kept its weights",
     "a block that only one rank runs, where models are compiled: ranks cannot compare inside what the compiler runs",
 )
 """What plain PyTorch allows or would allow, and programs never do."""

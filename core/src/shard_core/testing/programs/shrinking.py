@@ -27,6 +27,8 @@ _PLAIN: dict[str, Any] = {
     "without": "",
     "kind": "sgd",
 }
+#: What a program sets up.
+_PLAIN_FRAME: dict[str, Any] = {"begins": "", "late": False, "apart": False, "wrapped": False, "averaged": False}
 #: What a backward does.
 _PLAIN_BACKWARD: dict[str, Any] = {
     "how": "plain",
@@ -100,14 +102,9 @@ def _plainer(program: Program) -> Iterator[Program]:
         yield dataclasses.replace(program, precision="32-true")
     for option in program.options:
         yield dataclasses.replace(program, options=tuple(each for each in program.options if each != option))
-    if program.late:
-        yield dataclasses.replace(program, late=False)
-    if program.apart:
-        yield dataclasses.replace(program, apart=False)
-    if program.wrapped:
-        yield dataclasses.replace(program, wrapped=False)
-    if program.averaged:
-        yield dataclasses.replace(program, averaged=False)
+    for field, value in _PLAIN_FRAME.items():
+        if getattr(program, field) != value:
+            yield dataclasses.replace(program, **{field: value})
     for number, spec in enumerate(program.optimizers):
         for field, value in _PLAIN.items():
             if getattr(spec, field) != value:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 MEANS = ("contrastive", "penalty", "by hand", "squares")
 """Backwards of losses that are no sums over rows."""
 
+_FINISHING = (ops.Step, ops.ClipNorm, ops.ClipValue, ops.EditGradients, ops.ShowGradients)
+"""What ends a step, and is refused where a backward past the strategy was ended by an exception."""
+
 
 @dataclasses.dataclass
 class _Module:
@@ -88,6 +91,7 @@ class Situation:
         self._away = _has(program, "param_persistence_threshold")
         self._ignores = _has(program, "ignored")
         self._modules = [_Module() for _ in program.models]
+        self._unfinished = False  # an exception has ended a backward past the strategy
 
     def allows(self, operation: Operation) -> bool:
         """Check whether plain PyTorch, with what the contract adds to it, allows an operation now."""
@@ -123,7 +127,9 @@ class Situation:
                 allowed = allowed and not (resumed and not self._files.have(ops.Load(), number, self._added))
             case _:
                 allowed = self._files.have(operation, number, self._added)
-        return allowed and self._has_kernels(operation, number)
+        premature = isinstance(operation, ops.Fail) and operation.how in PREMATURE.values()
+        finishes = premature or isinstance(operation, _FINISHING)
+        return not (finishes and self._unfinished) and allowed and self._has_kernels(operation, number)
 
     def optimizer_of(self, operation: Operation) -> int | None:
         """Return the optimizer that an operation is about, or one of its module, if there is one."""
@@ -176,7 +182,7 @@ class Situation:
                 known = graphs and set(lacking).isdisjoint(self._program.models[number].parts)
                 known = known and self._program.precision in EXACT
             case ops.Backward(how="by hand") | ops.Forward(how="interrupted by hand"):
-                known = not self._scaled
+                known = not self._scaled and not (self._program.compiled and isinstance(operation, ops.Forward))
             case ops.Backward(how="two_forwards" | "crossed" | "contrastive"):
                 known = "clamped" not in self._program.models[number].parts
             case ops.Initialize():
@@ -245,13 +251,15 @@ class Situation:
         number = self._module_of(operation)
         module = self._modules[number]
         self._files.follow(operation, number, self._added)
+        self._unfinished = _is_unfinished(operation, before=self._unfinished)
         if isinstance(operation, ops.Switch):
             self.strategy, self.world_size = operation.strategy, operation.world_size or self.world_size
         match operation:
             case ops.Backward(denominator=denominator, deferred=deferred):
                 for each in _reached(operation):
                     begun = _Module() if operation.how in ("zeroed", "cleared") else self._modules[each]
-                    self._modules[each] = dataclasses.replace(begun, denominator=denominator, deferred=deferred)
+                    waits = deferred and each == operation.module  # each for its own context
+                    self._modules[each] = dataclasses.replace(begun, denominator=denominator, deferred=waits)
             case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "clipped"):
                 infinite = operation.how == "infinite" if isinstance(operation, ops.EditGradients) else False
                 module.infinite, module.clipped = module.infinite or infinite, module.clipped or not infinite
@@ -269,7 +277,8 @@ class Situation:
                 self._added |= {which}
                 module.stale = True
             case ops.Switch() | ops.Attempt() | ops.Forward(how="interrupted" | "interrupted by hand"):
-                self._modules = [_Module() for _ in self._modules]
+                throws_all = isinstance(operation, ops.Switch) or getattr(operation, "how", "") == "interrupted"
+                self._modules = [_Module(deferred=each.deferred and not throws_all) for each in self._modules]
             case _:
                 pass
 
@@ -277,6 +286,13 @@ class Situation:
 def _has(program: Program, option: str) -> bool:
     """Check whether a program gives an option, or one whose name begins with it."""
     return any(each.startswith(option) for each in program.options)
+
+
+def _is_unfinished(operation: Operation, *, before: bool) -> bool:
+    """Check whether, after an operation, the last backward is one that an exception has ended past the strategy."""
+    if isinstance(operation, ops.Backward | ops.Closure | ops.Switch):
+        return False
+    return before or isinstance(operation, ops.Attempt) or getattr(operation, "how", "") == "interrupted by hand"
 
 
 def _reached(operation: ops.Backward) -> list[int]:

@@ -259,10 +259,10 @@ def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
 
 @statements.register(ops.Attempt)
 def _(operation: ops.Attempt, program: Program, number: int, saved: str) -> Lines:
-    lines, _ = statements(operation.refused, program, number, saved)
+    lines, shown = statements(operation.refused, program, number, saved)
     names = MODULES[: len(program.models)]
     restored = [f"{name}.{call}()" for name in names for call in ("zero_grad", "train")]
-    inside = [f"    {line}" for line in lines]
+    inside = [f"    {line}" for line in (*lines, *([f"dict({', '.join(shown)})"] if shown else []))]
     return ["with refused():", *inside, *restored, "strategy.seed_everything(0)"], [f"**{shown_state(program)}"]
 
 
