@@ -40,11 +40,8 @@ def after_refusal(program: Program, at: int) -> Program | None:
         The program; None where nobody knows how things stand after it.
     """
     attempts = sum(isinstance(each, ops.Attempt) for each in program.operations)
-    if (
-        not 0 <= at < len(program.operations)
-        or attempts >= _AT_MOST
-        or not _leaves_nothing(program, program.operations[at])
-    ):
+    refused = program.operations[at : at + 1] if at >= 0 else ()
+    if attempts >= _AT_MOST or not refused or not _leaves_nothing(program, refused[0]):
         return None
     situation = Situation(program)
     operations: list[Operation] = []
