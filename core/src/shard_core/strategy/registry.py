@@ -54,6 +54,7 @@ class SetUpModule:
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
         last_inside: Whether a backward, of whichever module, stood inside, and none outside has sent the module's
             gradients since, so that no step may follow, whatever the engine deferred.
+        passed_by: Whether one outside has come since, past the module.
     """
 
     module: nn.Module
@@ -75,6 +76,7 @@ class SetUpModule:
     known: set[torch.Tensor] = dataclasses.field(default_factory=set)
     inside_no_sync: bool = False
     last_inside: bool = False
+    passed_by: bool = False
 
     def accumulations(self) -> Iterator[tuple[list[torch.Tensor], Accumulation]]:
         """Yield parameters and what their gradients still need: each optimizer's, or else the module's."""
@@ -117,14 +119,20 @@ class SetUpModule:
         for parameter in itertools.chain(self.module.parameters(), held):
             parameter.grad = None
         self.note_zeroed()
-        self.last_inside = False
+        self.last_inside = self.passed_by = False
 
     def check_averaged(self) -> None:
         """Check that gradients have been averaged over ranks, alike whether the engine has deferred that or not.
 
         Raises:
-            SetupError: If the last backward stood inside ``no_backward_sync``.
+            SetupError: If the last backward stood inside ``no_backward_sync``, or none outside has come through the
+                module since one did.
         """
+        if self.passed_by:
+            raise SetupError(
+                "gradients have waited on their rank since a backward inside no_backward_sync, and the last backward "
+                "outside did not come through its module; run one that does before a step."
+            )
         if self.last_inside:
             raise SetupError(
                 "the last backward was inside no_backward_sync, which leaves averaging gradients over ranks to a later "
@@ -291,7 +299,8 @@ class Registry:
                 every rank.
         """
         for known in self._modules:
-            known.last_inside = known.inside_no_sync or (known.last_inside and known not in sent)
+            known.passed_by = known.last_inside and not known.inside_no_sync and known not in sent
+            known.last_inside = known.inside_no_sync or known.passed_by
             for accumulation in (*known.optimizers.values(), known.unstepped):
                 accumulation.by_backward = True
 

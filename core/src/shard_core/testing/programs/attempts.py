@@ -10,6 +10,7 @@ import torch
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Model
+from shard_core.testing.programs.parts import WRITING
 from shard_core.testing.programs.situation import Situation
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _leaves_nothing(program: Program, operation: Operation) -> bool:
 @functools.lru_cache(maxsize=1000)
 def _changes_by_calls(parts: tuple[str, ...]) -> bool:
     """Check whether a forward of a model changes its buffers or its weights."""
-    if "clamped" in parts:
+    if not set(WRITING).isdisjoint(parts):
         return True
     with torch.device("meta"):
         return next(Model(*parts).buffers(), None) is not None

@@ -12,7 +12,7 @@ import torch
 from shard_core.capability import Capability
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs.model import Model
-from shard_core.testing.programs.parts import PARTS, SKIPPING
+from shard_core.testing.programs.parts import PARTS, SKIPPING, WRITING
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.settings import (
     ALL_AT_ONCE,
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from shard_core.plugins.info import StrategyInfo
 
-_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0}
+_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0, "uncounted": 0.0}
 """How often a part is drawn, where less often than the others."""
 _BEGINS = 0.1
 """How often a collective sets the environment up."""
-_ADDED, _OFTEN = ("transposed",), 0.08
+_ADDED, _OFTEN = ("transposed", "uncounted"), 0.12
 """What is added to parts, and how often: by chances of its own, so that seeds go on drawing what they have drawn."""
 _WRITTEN = {*SQUARE.values(), *(f"{name}={value}" for name, values in OPTIONS.items() for value in values)}
 
@@ -60,7 +60,7 @@ def possible(program: Program) -> bool:
     ):
         return False
     copied = program.averaged or program.precision == "bf16-true"
-    if (copied and _has_part(program.models, "clamped")) or not _shared_as_taken(program):
+    if (copied and _writes(program.models)) or not _shared_as_taken(program):
         return False
     if program.compiled and not _may_be_compiled(program):
         return False
@@ -75,6 +75,11 @@ def possible(program: Program) -> bool:
 def _has_part(models: Sequence[ModelSpec], part: str) -> bool:
     """Check whether one of some models has a part."""
     return any(part in model.parts for model in models)
+
+
+def _writes(models: Sequence[ModelSpec]) -> bool:
+    """Check whether forwards of some models write to their parameters."""
+    return any(_has_part(models, part) for part in WRITING)
 
 
 def _misfits(models: Sequence[ModelSpec], option: str) -> bool:
@@ -160,7 +165,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     for _ in range(1 + several):
         weights = [_RARE.get(part, 1.0) for part in PARTS]
         parts = tuple(dict.fromkeys(chance.choices(list(PARTS), weights, k=chance.randint(2, 5))))
-        parts = (*parts, *_ADDED) if random.Random(f"{seed} {len(models)} added").random() < _OFTEN else parts
+        parts = (*parts, *_added(f"{seed} {len(models)}", own_kernels=own_kernels))
         models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict", "object"])))
     two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
     # Torch's Adafactor divides by the number of elements.
@@ -182,7 +187,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     if precision in CAST and any(spec.kind in MADE_WHOLE for spec in optimizers):
         precision = "32-true"
     optimizers = [_fused(spec, models[spec.module], precision, chance) for spec in optimizers]
-    if precision == "bf16-true" and _has_part(models, "clamped"):
+    if precision == "bf16-true" and _writes(models):
         precision = "32-true"
     if _has_part(models, "sparse"):
         precision = "32-true" if POLICIES[precision].scaled else precision
@@ -202,7 +207,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         models=tuple(models),
         optimizers=tuple(optimizers),
         late=late,
-        averaged=chance.random() < 0.25 and precision in EXACT and not _has_part(models, "clamped"),
+        averaged=chance.random() < 0.25 and precision in EXACT and not _writes(models),
         apart=random.Random(f"{seed} apart").random() < 0.25,
         wrapped=chance.random() < 0.08,
         begins=_beginning(seed),
@@ -215,6 +220,14 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         drawn = _taking(drawn, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
     return dataclasses.replace(drawn, optimizers=lacking)
+
+
+def _added(origin: str, *, own_kernels: bool) -> tuple[str, ...]:
+    """Draw what is added to a model's parts."""
+    chance = random.Random(f"{origin} added")
+    # XLA follows what torch counts alone, as its page says.
+    possible_ones = [part for part in _ADDED if part != "uncounted" or not own_kernels]
+    return (chance.choice(possible_ones),) if chance.random() < _OFTEN else ()
 
 
 def _beginning(seed: int) -> str:

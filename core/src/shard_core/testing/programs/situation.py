@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.parts import SLOPE_ONCE
+from shard_core.testing.programs.parts import SLOPE_ONCE, WRITING
 from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, runs_alone
 from shard_core.testing.programs.vocabulary import PREMATURE
 
@@ -184,7 +184,7 @@ class Situation:
             case ops.Backward(how="by hand") | ops.Forward(how="interrupted by hand"):
                 known = not self._scaled and not (self._program.compiled and isinstance(operation, ops.Forward))
             case ops.Backward(how="two_forwards" | "crossed" | "contrastive"):
-                known = "clamped" not in self._program.models[number].parts
+                known = set(WRITING).isdisjoint(self._program.models[number].parts)
             case ops.Initialize():
                 known = self._program.precision != "bf16-true"
             case ops.Freeze() | ops.Backward(how="frozen"):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["LENGTH", "PARTS", "PLAN", "SKIPPING", "SLOPE_ONCE", "VOCABULARY", "WIDTH", "Extra", "Framed"]
+__all__ = ["LENGTH", "PARTS", "PLAN", "SKIPPING", "SLOPE_ONCE", "VOCABULARY", "WIDTH", "WRITING", "Extra", "Framed"]
 
 #: How ranks that share layers split them, in the styles of Hugging Face's plans; the other parts stay whole.
 PLAN = {
@@ -36,6 +36,8 @@ PLAN = {
 }
 PARTS: dict[str, Callable[[], nn.Module]] = {"linear": Linear, **LAYERS, **PARAMETERS, **HOOKS}
 """The parts by name."""
+WRITING = ("clamped", "uncounted")
+"""Parts whose forwards write to their parameters."""
 SKIPPING = ("extra", "spare")
 """Parts with parameters that some losses, or all, do not reach."""
 SLOPE_ONCE = ("attention", "heads")

@@ -181,11 +181,18 @@ class _Clamped(Linear):
     """A layer whose forward writes to its weight before it computes with it, in training something else each time."""
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        self.layer.bias.data.clamp_(-0.02, 0.02)  # torch counts no such write
         with torch.no_grad():
             self.layer.weight.clamp_(-0.25, 0.25)
             if self.training:
                 self.layer.weight.mul_(0.98)
+        return super().forward(hidden, tokens)
+
+
+class _Uncounted(Linear):
+    """A layer whose forward writes to its bias in a way that torch does not count."""
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.layer.bias.data.clamp_(-0.02, 0.02)
         return super().forward(hidden, tokens)
 
 
@@ -226,5 +233,6 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "clamped": _Clamped,
     "wide": _Wide,
     "transposed": _Transposed,
+    "uncounted": _Uncounted,
 }
 """Parts with such parameters, by name."""

@@ -13,6 +13,7 @@ import torch
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Batch, Model, parameters_of
+from shard_core.testing.programs.parts import WRITING
 from shard_core.testing.programs.parts.dropout import MASKS
 from shard_core.testing.programs.plain.precisions import PlainPrecision, input_dtype
 from shard_core.testing.programs.program import share_of
@@ -173,7 +174,8 @@ class PlainRun:
         self, turn: Callable[[int], Values], together: Callable[[list[Values]], Values] | None = None
     ) -> list[Values]:
         shown = []
-        written = [each for model in self.models for name, each in model.named_parameters() if ".clamped." in name]
+        named = [pair for model in self.models for pair in model.named_parameters()]
+        written = [each for name, each in named if not set(WRITING).isdisjoint(name.split("."))]
         before = [each.detach().clone() for each in written]
         for rank in self._ranks:
             with torch.no_grad():  # a forward writes to them, on each rank as on the first
