@@ -17,7 +17,6 @@ from shard_core.checkpoint.interop.load_weights import load_weights
 from shard_core.checkpoint.keys import FROZEN_KEY, OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.state.app_state import AppState
 from shard_core.checkpoint.state.filtered import TrainedState
-from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.checkpoint.storage.opening import check_path
 from shard_core.errors import CheckpointError, CollectiveError, InvalidOption
 from shard_core.strategy.random_state import (
@@ -69,8 +68,8 @@ class StrategyCheckpointing(StrategyStateDict):
                 values, by keys of your choice.
             storage_options: For the store a URL names, as fsspec takes them.
             filter: Returns for a key, such as ``model.head.weight``, whether the tensor is written.
-            frozen: Whether parameters are written that no step could have trained since setup, such as the model that
-                adapters stand in. Without them a checkpoint loads strictly where they are there already.
+            frozen: Whether parameters are written that nothing has trained since setup and no checkpoint has filled,
+                such as the model that adapters stand in. Without them one loads strictly where they are there already.
             state_dict_type: ``"sharded"`` (the default, unless an option of the strategy sets another) or ``"full"``.
             blocking: Whether to return only when the checkpoint is complete; None leaves it to ``checkpoint_io``,
                 whose default blocks.
@@ -98,7 +97,7 @@ class StrategyCheckpointing(StrategyStateDict):
             contents = self._contents(state)
             values = contents.values()
             described = self.engine_state(contents.modules, contents.optimizers)
-            left_out = [] if frozen else self._never_trained(contents.modules)
+            left_out = [] if frozen else self._registry.untrained_keys(contents.modules)
             if left_out:  # else the checkpoint is like any other
                 values[FROZEN_KEY] = left_out
             return described, values
@@ -241,7 +240,7 @@ class StrategyCheckpointing(StrategyStateDict):
         if loaded.differences:
             warnings.warn(f"left as they were: {'; '.join(loaded.differences)}.", stacklevel=2)
         random = loaded.values.pop(RANDOM_KEY, None)
-        loaded.values.pop(FROZEN_KEY, None)
+        self._registry.note_filled(contents.modules, loaded.values.pop(FROZEN_KEY, ()))
         left = contents.replace(loaded.values, into=state)
         if contents.optimizers and random is not None:
             self._set_random_state(random, data_ranks)
@@ -341,12 +340,6 @@ class StrategyCheckpointing(StrategyStateDict):
 
         found = on_all_ranks(self.collectives, f"looking for checkpoints in {str(folder)!r}", find)[0]
         return None if found is None else Path(found[0]) if found[1] else found[0]
-
-    def _never_trained(self, modules: Mapping[str, torch.nn.Module]) -> list[str]:
-        """List the keys of the parameters of modules that were frozen at setup and still are."""
-        keys = KeySpace(list(modules))
-        found = {name: self._registry.find(module) for name, module in modules.items()}
-        return [keys.parameter(key, name) for key, known in found.items() if known for name in known.never_trained()]
 
     def _random_state(self) -> RankState:
         return own_random_state(self.root_device, self.distributed_sampler_kwargs["rank"], self.engine_random_state())

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.errors import InvalidOption, SetupError
 from shard_core.gradients import is_differentiable
 from shard_core.parameters import plain_name
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -46,7 +47,8 @@ class SetUpModule:
         hooks: Those on its parameters and the optimizers, and on what draws values anew.
         rescaled: Its embeddings with ``max_norm``.
         unstepped: What gradients still need while there is no optimizer.
-        untrained: The names, those of ties included, of parameters that were frozen at setup and in every step since.
+        untrained: The names, those of ties included, of parameters that were frozen at setup, and in every backward
+            and step since.
         frozen: Those of them that must stay so, by name.
         sparse_embeddings: Its embeddings made with ``sparse=True``, where the engine has dense gradients alone.
         known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
@@ -55,6 +57,7 @@ class SetUpModule:
         last_inside: Whether a backward, of whichever module, stood inside, and none outside has sent the module's
             gradients since, so that no step may follow, whatever the engine deferred.
         passed_by: Whether one outside has come since, past the module.
+        waits_inside: Whether a backward inside has come through it on this rank, and nothing was zeroed since.
     """
 
     module: nn.Module
@@ -77,6 +80,7 @@ class SetUpModule:
     inside_no_sync: bool = False
     last_inside: bool = False
     passed_by: bool = False
+    waits_inside: bool = False
 
     def accumulations(self) -> Iterator[tuple[list[torch.Tensor], Accumulation]]:
         """Yield parameters and what their gradients still need: each optimizer's, or else the module's."""
@@ -92,6 +96,7 @@ class SetUpModule:
 
     def note_zeroed(self) -> None:
         """Forget what the module's gradients still needed: they begin anew."""
+        self.waits_inside = False
         for _, accumulation in self.accumulations():
             accumulation.reset()
 
@@ -186,11 +191,15 @@ class SetUpModule:
             optimizer: Which.
         """
         self.optimizers[optimizer].note_step()
+        self.note_trained()
+
+    def note_trained(self) -> None:
+        """Record which parameters a backward or a step trains that were frozen at setup."""
         if self.untrained:
             self.untrained = frozenset(self.never_trained())
 
     def never_trained(self) -> list[str]:
-        """List the names of parameters that were frozen at setup, in every step since, and still are."""
+        """List the names of parameters that were frozen at setup, in every backward and step since, and still are."""
         now = self.module.named_parameters(remove_duplicate=False)
         return sorted(self.untrained - {plain_name(name) for name, each in now if each.requires_grad})
 
@@ -291,16 +300,40 @@ class Registry:
         for known in self._modules:
             known.forward.leave_abandoned()
 
-    def note_backward(self, sent: Collection[SetUpModule]) -> None:
-        """Record of every module whether its gradients wait after a backward, and that there was one.
+    def untrained_keys(self, modules: Mapping[str, nn.Module]) -> list[str]:
+        """List the keys, in a checkpoint, of the parameters of modules that nothing has trained since setup.
 
         Args:
-            sent: The modules outside of whose ``no_backward_sync`` it stands and whose gradients it sends, the same on
-                every rank.
+            modules: By the user's keys.
+        """
+        keys = KeySpace(list(modules))
+        found = {name: self.find(module) for name, module in modules.items()}
+        return [keys.parameter(key, name) for key, known in found.items() if known for name in known.never_trained()]
+
+    def note_filled(self, modules: Mapping[str, nn.Module], left_out: Collection[str]) -> None:
+        """Record that a checkpoint has filled modules: what it has given need not be there where another is loaded.
+
+        Args:
+            modules: By the user's keys.
+            left_out: The keys of the parameters that it was saved without.
+        """
+        keys = KeySpace(list(modules))
+        for key, module in modules.items():
+            known = self.find(module)
+            if known is not None:
+                known.untrained &= {name for name in known.untrained if keys.parameter(key, name) in left_out}
+
+    def note_backward(self, here: Mapping[SetUpModule, bool]) -> None:
+        """Record of every module that there is a backward, and whether it stands inside ``no_backward_sync`` of it.
+
+        Args:
+            here: Whether this rank's loss comes through them.
         """
         for known in self._modules:
-            known.passed_by = known.last_inside and not known.inside_no_sync and known not in sent
-            known.last_inside = known.inside_no_sync or known.passed_by
+            if known.inside_no_sync:
+                known.last_inside, known.passed_by = True, False
+                known.waits_inside = known.waits_inside or here[known]
+            known.note_trained()
             for accumulation in (*known.optimizers.values(), known.unstepped):
                 accumulation.by_backward = True
 

@@ -85,6 +85,35 @@ def test_what_was_trained_for_a_while_is_written(tmp_path):
         assert "model.1.bias" not in _kept(tmp_path / "c")
 
 
+def test_what_was_frozen_between_a_backward_and_its_step_is_written(tmp_path):
+    with get_strategy("single", accelerator="cpu") as strategy:
+        model, optimizer = _set_up(strategy)
+        model[0].requires_grad_(True)
+        strategy.backward(model(torch.randn(4, 3)).square().mean(), model)
+        model[0].requires_grad_(False)
+        strategy.optimizer_step(optimizer)
+        strategy.save_checkpoint(tmp_path / "c", {"model": model}, frozen=False)
+        assert {"model.0.weight", "model.0.bias"} <= set(_kept(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("key", ["model", "net"])
+def test_what_a_checkpoint_has_filled_is_written(tmp_path, key):
+    with get_strategy("single", accelerator="cpu") as strategy:
+        model, optimizer = _set_up(strategy)
+        model[0].requires_grad_(True)
+        _step(strategy, model, optimizer)
+        model[0].requires_grad_(False)
+        strategy.save_checkpoint(tmp_path / "c", {"model": model}, frozen=False)
+        resumed, _ = _set_up(strategy)
+        strategy.load_checkpoint(tmp_path / "c", {key: resumed})
+        strategy.save_checkpoint(tmp_path / "d", {"model": resumed}, frozen=False)
+        assert {"model.0.weight", "model.0.bias"} <= set(_kept(tmp_path / "d"))
+        assert "model.1.bias" not in _kept(tmp_path / "d")
+        again, _ = _set_up(strategy)
+        strategy.load_checkpoint(tmp_path / "d", {"model": again})
+        assert torch.equal(again[0].weight, model[0].weight)
+
+
 def test_what_was_trained_before_it_was_frozen_is_written(tmp_path):
     with get_strategy("single", accelerator="cpu") as strategy:
         model, optimizer = _set_up(strategy)

@@ -27,6 +27,7 @@ class _Module:
     """What is pending for one module."""
 
     deferred: bool = False
+    waits: bool = False  # what is deferred was not zeroed since
     denominator: bool | None = None
     clipped: bool = False
     stale: bool = False
@@ -147,7 +148,7 @@ class Situation:
             case ops.AddGroup(optimizer=which):
                 return self._lacks(which)
             case ops.Fail(how=how) if how in PREMATURE.values():
-                return self._modules[number].deferred
+                return self._modules[number].waits
             case ops.Fail():
                 return self._files.have(operation, number, self._added)
             case _:
@@ -259,7 +260,8 @@ class Situation:
                 for each in _reached(operation):
                     begun = _Module() if operation.how in ("zeroed", "cleared") else self._modules[each]
                     waits = deferred and each == operation.module  # each for its own context
-                    self._modules[each] = dataclasses.replace(begun, denominator=denominator, deferred=waits)
+                    begun = dataclasses.replace(begun, deferred=waits, waits=waits)
+                    self._modules[each] = dataclasses.replace(begun, denominator=denominator)
             case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "clipped"):
                 infinite = operation.how == "infinite" if isinstance(operation, ops.EditGradients) else False
                 module.infinite, module.clipped = module.infinite or infinite, module.clipped or not infinite

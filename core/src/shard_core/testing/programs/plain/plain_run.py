@@ -211,6 +211,7 @@ class PlainRun:
             return model(given, **given_too)
 
     def _add(self, loss: torch.Tensor, **keywords: Any) -> None:
+        self._note_trained()
         self._precision.backward(self.models, loss, len(self._ranks), **keywords)
 
     def _train_top(self, module: int, trained: bool) -> None:
@@ -221,13 +222,17 @@ class PlainRun:
     def _step(self, which: int) -> Values:
         """Step an optimizer, unless the loss was multiplied by too large a factor."""
         stepped = self._fits(which)
-        module = self._program.optimizers[which].module
-        self._untrained[module] &= _frozen(self.models[module])
+        self._note_trained()
         if stepped:
             self.optimizers[which].step()
         self._precision.record(stepped)
         self._counts[which] = Count()
         return {"stepped": stepped} | self.state()
+
+    def _note_trained(self) -> None:
+        """Record what is trained by now of what was frozen when it was built."""
+        pairs = zip(self._untrained, self.models, strict=True)
+        self._untrained = [untrained & _frozen(model) for untrained, model in pairs]
 
     def _fits(self, which: int) -> bool:
         """Check once, before gradients are clipped, that none has overflowed where the loss is multiplied."""
@@ -300,6 +305,7 @@ class PlainRun:
             for holder, state in zip(holders, states, strict=not modules_alone):
                 holder.load_state_dict(state)
         for number in range(len(self.models)):
+            self._untrained[number] &= left_out[number]
             self._spread(number)
         if not modules_alone:
             self.generators = generators
