@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from shard_core.plugins.info import StrategyInfo
 
-_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0, "uncounted": 0.0}
+_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0}
 """How often a part is drawn, where less often than the others."""
 _BEGINS = 0.1
 """How often a collective sets the environment up."""
-_ADDED, _OFTEN = ("transposed", "uncounted"), 0.12
+_ADDED, _OFTEN = ("transposed",), 0.08
 """What is added to parts, and how often: by chances of its own, so that seeds go on drawing what they have drawn."""
 _WRITTEN = {*SQUARE.values(), *(f"{name}={value}" for name, values in OPTIONS.items() for value in values)}
 
@@ -165,7 +165,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     for _ in range(1 + several):
         weights = [_RARE.get(part, 1.0) for part in PARTS]
         parts = tuple(dict.fromkeys(chance.choices(list(PARTS), weights, k=chance.randint(2, 5))))
-        parts = (*parts, *_added(f"{seed} {len(models)}", own_kernels=own_kernels))
+        parts = (*parts, *_ADDED) if random.Random(f"{seed} {len(models)} added").random() < _OFTEN else parts
         models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict", "object"])))
     two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
     # Torch's Adafactor divides by the number of elements.
@@ -220,14 +220,6 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         drawn = _taking(drawn, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
     return dataclasses.replace(drawn, optimizers=lacking)
-
-
-def _added(origin: str, *, own_kernels: bool) -> tuple[str, ...]:
-    """Draw what is added to a model's parts."""
-    chance = random.Random(f"{origin} added")
-    # XLA follows what torch counts alone, as its page says.
-    possible_ones = [part for part in _ADDED if part != "uncounted" or not own_kernels]
-    return (chance.choice(possible_ones),) if chance.random() < _OFTEN else ()
 
 
 def _beginning(seed: int) -> str:

@@ -138,6 +138,8 @@ LEFT_OUT = (
     "derivative",
     "a part that writes to its weight in forward, where two forwards come before a backward, which autograd refuses, "
     "where its average is evaluated, and in bf16-true",
+    "a part that writes in forward through a parameter's data, which torch does not count: fsdp looks for that in the "
+    "first forward of each part, and xla_fsdp never, as their pages say",
     "values drawn anew by torch.nn.init in bf16-true, whose dtype is the engine's, and on devices other than the CPU",
     "hooks on accumulated gradients, which see each rank's own",
     "hooks from after setup where devices are not CPUs: xla_fsdp refuses them, as its page says",

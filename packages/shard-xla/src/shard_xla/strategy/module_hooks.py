@@ -52,6 +52,7 @@ class FullParameterHooks:
         self._prepared = False
         self._outdated = False
         self._asked = False
+        self._begun_past = False
         self._graph_kept = False
         self._agree: Callable[[str], None] = lambda _: None
         vars(root)["backward_ended"] = self._end_plain_backward
@@ -78,6 +79,7 @@ class FullParameterHooks:
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
         """Keep whole parameters and whole gradients from one micro-batch to the next inside."""
+        self._end_abandoned()
         self._deferring = True
         try:
             with self.root.no_sync():
@@ -101,6 +103,11 @@ class FullParameterHooks:
         finally:
             self._asked = False
 
+    def _end_abandoned(self) -> None:
+        """End a backward past the strategy that an exception has ended; inside one, units refuse to be called."""
+        if self._begun_past:
+            self.drop_unfinished()
+
     def _begin_backward(self) -> None:
         self._prepared = False
         for parameter in self._parameters:
@@ -108,6 +115,7 @@ class FullParameterHooks:
 
     def _end_plain_backward(self) -> None:
         """Send what a backward past the strategy has made for units of which it has not reached everything."""
+        self._begun_past = False
         if self._asked:  # the strategy does, once ranks have compared what they have used
             return
         for unit in self._units:
@@ -139,12 +147,13 @@ class FullParameterHooks:
 
     def end_backward(self) -> None:
         """Show that gradients are kept on this rank, or send those that this backward, the last, has not reached."""
+        prepared, self._prepared = self._prepared, False
         if self._deferring:
             self._show_kept()
             return
         for unit, own in zip(self._units, self._of_units, strict=True):
             kept = [parameter for parameter in own if parameter.waits]
-            if kept and self._prepared:
+            if kept and prepared:
                 _versions.send_gradients(unit, [parameter.full for parameter in kept])
 
     def _show_kept(self) -> None:
@@ -157,6 +166,7 @@ class FullParameterHooks:
         """Throw away all gradients, and end a backward that an exception has ended."""
         for parameter in self._parameters:
             parameter.drop_gradient()
+        self._begun_past = self._prepared = False
         _versions.end_backward(self.root)
 
     def check_sent(self, optimizer: torch.optim.Optimizer) -> None:
@@ -194,6 +204,7 @@ class FullParameterHooks:
 
     def _before_forward(self, root: nn.Module, args: Any) -> None:
         del root, args
+        self._end_abandoned()
         self.check_values()
         if torch.is_grad_enabled():
             for parameter in self._parameters:
@@ -220,6 +231,7 @@ class FullParameterHooks:
         if self._prepared:
             return
         self._prepared = True
+        self._begun_past = not self._asked
         self.check_values()
         for parameter in self._parameters:
             parameter.follow_flag()

@@ -188,14 +188,6 @@ class _Clamped(Linear):
         return super().forward(hidden, tokens)
 
 
-class _Uncounted(Linear):
-    """A layer whose forward writes to its bias in a way that torch does not count."""
-
-    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        self.layer.bias.data.clamp_(-0.02, 0.02)
-        return super().forward(hidden, tokens)
-
-
 class _Transposed(Linear):
     """A layer whose weight is not contiguous, as what is read from another framework's files, or transposed."""
 
@@ -233,6 +225,5 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "clamped": _Clamped,
     "wide": _Wide,
     "transposed": _Transposed,
-    "uncounted": _Uncounted,
 }
 """Parts with such parameters, by name."""
