@@ -12,7 +12,7 @@ from shard_core.testing.programs.attempts import after_refusal
 from shard_core.testing.programs.campaign import campaign
 from shard_core.testing.programs.judgement import judge
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program, from_json
-from shard_core.testing.programs.script import script_of
+from shard_core.testing.programs.writing.script import script_of
 
 OPERATIONS = (
     *(ops.Backward(key=7, rows=(3, 3)), ops.ShowGradients(), ops.Step(), ops.ClipValue(value=1.0), ops.Save()),

@@ -15,8 +15,8 @@ from shard_core import plugins
 from shard_core.testing.programs.grammar import draw
 from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.program import ModelSpec, segments
-from shard_core.testing.programs.script import script_of
 from shard_core.testing.programs.settings import COMPILED
+from shard_core.testing.programs.writing.script import script_of
 
 
 def shown(text):

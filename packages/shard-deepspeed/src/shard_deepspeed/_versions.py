@@ -394,8 +394,7 @@ def destroy(engine: Any) -> None:
     engine.destroy()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    inside = set(engine.module.modules())  # a submodule's call, past the engine's, may have been ended by an exception
-    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in inside]
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in set(engine.module.modules())]
     released = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
     # Of every engine of the process: the others compute theirs once more.
     inspect.getclosurevars(released).nonlocals["func"].cache_clear()

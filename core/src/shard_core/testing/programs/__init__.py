@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     )
     from shard_core.testing.programs.observation import failing, fails, interrupted, print_shown, refused, state
     from shard_core.testing.programs.program import Program
-    from shard_core.testing.programs.script import script_of
     from shard_core.testing.programs.shrinking import shrink
+    from shard_core.testing.programs.writing.script import script_of
 
 __all__ = [
     "Judgement",
@@ -64,7 +64,7 @@ _HOMES = {
         "tensors_of",
     ),
     "program": ("Program",),
-    "script": ("script_of",),
+    "writing.script": ("script_of",),
     "shrinking": ("shrink",),
 }
 

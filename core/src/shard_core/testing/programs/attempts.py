@@ -48,7 +48,8 @@ def after_refusal(program: Program, at: int) -> Program | None:
     operations: list[Operation] = []
     for number, drawn in enumerate(program.operations):
         operation = ops.Attempt(refused=drawn) if number == at else drawn
-        if situation.allows(operation):  # what needs the gradients that are gone is left out
+        # What needs the gradients that are gone is left out; a kept program may have begun with what is never drawn.
+        if number <= at or situation.allows(operation):
             situation.follow(operation)
             operations.append(operation)
     return dataclasses.replace(program, operations=tuple(operations))

@@ -22,9 +22,9 @@ from shard_core.testing.programs.judgement import Judgement, judge, patience
 from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.memory import Memory
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program, strategies_of
-from shard_core.testing.programs.script import script_of
 from shard_core.testing.programs.settings import splits_layers
 from shard_core.testing.programs.shrinking import shrink
+from shard_core.testing.programs.writing.script import script_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

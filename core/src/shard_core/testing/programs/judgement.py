@@ -23,8 +23,8 @@ from shard_core.testing.programs.plain.comparison import BOUNDS, distance, first
 from shard_core.testing.programs.plain.oracle import Oracle
 from shard_core.testing.programs.plain.precisions import rounding
 from shard_core.testing.programs.program import segments, strategies_of
-from shard_core.testing.programs.script import script_of
 from shard_core.testing.programs.vocabulary import TOUCHES
+from shard_core.testing.programs.writing.script import script_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,9 +7,16 @@ import math
 from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.expressions import added_group, batch_of, owned, shown_state, states_of, strategy_of
 from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, STUBBORN, everything, optimizers_over
 from shard_core.testing.programs.vocabulary import PREMATURE
+from shard_core.testing.programs.writing.expressions import (
+    added_group,
+    batch_of,
+    owned,
+    shown_state,
+    states_of,
+    strategy_of,
+)
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.expressions import shown_state, strategy_of
 from shard_core.testing.programs.program import (
     MODULES,
     OPTIMIZERS,
@@ -15,7 +14,8 @@ from shard_core.testing.programs.program import (
     segments,
     share_of,
 )
-from shard_core.testing.programs.statements import statements
+from shard_core.testing.programs.writing.expressions import shown_state, strategy_of
+from shard_core.testing.programs.writing.statements import statements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,1 @@
+"""Writes programs as Python: what their ranks run and what people read."""
