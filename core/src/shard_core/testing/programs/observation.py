@@ -209,7 +209,8 @@ def run(text: str, folder: str, segment: Segment) -> Trace:
         rank.teardown()
         if "torch._dynamo" in sys.modules:  # importing it takes seconds
             torch.compiler.reset()  # or its caches would grow from program to program
-    kept = rank.kept() if stop is None else ()
+    # After a refusal the graph of what was refused may live on: known of DeepSpeed's stage 3.
+    kept = rank.kept() if stop is None and "with refused():" not in text else ()
     return Trace(
         data_rank=rank.data_rank, begin=segment.begin, shown=rank.shown, stop=stop, kept=kept, altered=rank.altered
     )
