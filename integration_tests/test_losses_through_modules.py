@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "deepspeed": (2, "deepspeed_stage_1", {}),
 }
 #: Where the last backward averages what waits in modules that it has not come through; elsewhere the step refuses.
-AVERAGES: set[str] = set()
+AVERAGES = {"ddp"}
 
 
 def through_both(first: Any, second: Any, halves: Any, backward: Any, deferred: Any) -> None:

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_HIDING = "CheckpointFunctionBackward"
-"""The node of activation checkpointing with ``use_reentrant=True``, which runs what it hides when it is reached."""
-
-
-def reached_by(loss: torch.Tensor, modules: Sequence[nn.Module], *, hidden: bool = False) -> list[bool]:
+def reached_by(loss: torch.Tensor, modules: Sequence[nn.Module]) -> list[bool]:
     """Return of each module whether a backward of a loss would give a gradient to any of its parameters.
 
     The search ends once all are found. What a custom ``autograd.Function`` hides, such as activation checkpointing with
@@ -27,7 +23,6 @@ def reached_by(loss: torch.Tensor, modules: Sequence[nn.Module], *, hidden: bool
     Args:
         loss: Any tensor with a graph.
         modules: The modules.
-        hidden: What to answer of modules that such checkpointing may hide.
 
     Returns:
         As many answers, for this rank's loss.
@@ -40,8 +35,6 @@ def reached_by(loss: torch.Tensor, modules: Sequence[nn.Module], *, hidden: bool
     for node in graph_nodes(loss):
         if not missing:
             break
-        if hidden and node.name() == _HIDING:
-            missing.clear()
         end = getattr(node, "variable", None)  # functions of users' own may have one, too
         if isinstance(end, torch.Tensor):
             missing.difference_update(owners.get(end, ()))

@@ -54,10 +54,8 @@ class SetUpModule:
         known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
             its identity to what comes after.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
-        last_inside: Whether a backward, of whichever module, stood inside, and none outside has sent the module's
-            gradients since, so that no step may follow, whatever the engine deferred.
-        passed_by: Whether one outside has come since, past the module.
-        waits_inside: Whether a backward inside has come through it on this rank, and nothing was zeroed since.
+        last_inside: Whether the last backward, of whichever module, stood inside, so that no step may follow, whatever
+            the engine deferred.
     """
 
     module: nn.Module
@@ -79,8 +77,6 @@ class SetUpModule:
     known: set[torch.Tensor] = dataclasses.field(default_factory=set)
     inside_no_sync: bool = False
     last_inside: bool = False
-    passed_by: bool = False
-    waits_inside: bool = False
 
     def accumulations(self) -> Iterator[tuple[list[torch.Tensor], Accumulation]]:
         """Yield parameters and what their gradients still need: each optimizer's, or else the module's."""
@@ -96,7 +92,6 @@ class SetUpModule:
 
     def note_zeroed(self) -> None:
         """Forget what the module's gradients still needed: they begin anew."""
-        self.waits_inside = False
         for _, accumulation in self.accumulations():
             accumulation.reset()
 
@@ -124,20 +119,14 @@ class SetUpModule:
         for parameter in itertools.chain(self.module.parameters(), held):
             parameter.grad = None
         self.note_zeroed()
-        self.last_inside = self.passed_by = False
+        self.last_inside = False
 
     def check_averaged(self) -> None:
         """Check that gradients have been averaged over ranks, alike whether the engine has deferred that or not.
 
         Raises:
-            SetupError: If the last backward stood inside ``no_backward_sync``, or none outside has come through the
-                module since one did.
+            SetupError: If the last backward stood inside ``no_backward_sync``.
         """
-        if self.passed_by:
-            raise SetupError(
-                "gradients have waited on their rank since a backward inside no_backward_sync, and the last backward "
-                "outside did not come through its module; run one that does before a step."
-            )
         if self.last_inside:
             raise SetupError(
                 "the last backward was inside no_backward_sync, which leaves averaging gradients over ranks to a later "
@@ -323,16 +312,13 @@ class Registry:
             if known is not None:
                 known.untrained &= {name for name in known.untrained if keys.parameter(key, name) in left_out}
 
-    def note_backward(self, here: Mapping[SetUpModule, bool]) -> None:
-        """Record of every module that there is a backward, and whether it stands inside ``no_backward_sync`` of it.
+    def note_backward(self) -> None:
+        """Record of every module whether a backward stands inside ``no_backward_sync`` of it, and that there was one.
 
-        Args:
-            here: Whether this rank's loss comes through them.
+        Which modules a loss came through need not be the same on every rank; which contexts are entered is.
         """
         for known in self._modules:
-            if known.inside_no_sync:
-                known.last_inside, known.passed_by = True, False
-                known.waits_inside = known.waits_inside or here[known]
+            known.last_inside = known.inside_no_sync
             known.note_trained()
             for accumulation in (*known.optimizers.values(), known.unstepped):
                 accumulation.by_backward = True

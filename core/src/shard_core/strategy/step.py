@@ -125,8 +125,7 @@ class StrategyStep(StrategySetup):
         factor = _factor(scaler, accumulations) if scaler else 1.0
         for accumulation in accumulations:
             accumulation.add(denominator, factor)
-        here = self._reached_here(loss)
-        self._registry.note_backward(here)
+        self._registry.note_backward()
         self._in_backward = True
         try:
             with _explained(loss):
@@ -138,7 +137,6 @@ class StrategyStep(StrategySetup):
             raise
         finally:
             self._in_backward = False
-        self._end_waits(known, here)
         for each in reached:
             each.note_gradients(self._on_plain_gradient)
 
@@ -278,30 +276,6 @@ class StrategyStep(StrategySetup):
         mine = torch.tensor(reached_by(loss, [each.module for each in others]), dtype=torch.int32)
         anywhere = self.collectives.all_reduce(mine, reduce_op="max").tolist()
         return [each for each, reached in zip(others, anywhere, strict=True) if reached]
-
-    def _reached_here(self, loss: torch.Tensor) -> dict[SetUpModule, bool]:
-        """Find out which modules this rank's loss comes through, where gradients of several wait or are about to."""
-        every = list(self._registry)
-        if len(every) == 1 or not any(each.inside_no_sync or each.last_inside for each in every):
-            return dict.fromkeys(every, True)
-        return dict(zip(every, reached_by(loss, [each.module for each in every], hidden=True), strict=True))
-
-    def _end_waits(self, named: SetUpModule, here: Mapping[SetUpModule, bool]) -> None:
-        """Record which modules' gradients still wait after a backward outside of their ``no_backward_sync``.
-
-        Ranks agree on it only now: whose losses come through different modules has been told so by the engine.
-        """
-        waiting = [each for each in self._registry if each.last_inside and not each.inside_no_sync]
-        for each in waiting:
-            each.last_inside = each.passed_by = False
-        others = [each for each in waiting if each is not named]
-        if others:
-            mine = torch.tensor([[each.waits_inside, here[each]] for each in others], dtype=torch.int32)
-            anywhere = self.collectives.all_reduce(mine, reduce_op="max").tolist()
-            for each, (waits, reached) in zip(others, anywhere, strict=True):
-                each.last_inside = each.passed_by = bool(waits and not reached)
-        for each in waiting:
-            each.waits_inside = each.waits_inside and each.passed_by
 
     @contextlib.contextmanager
     def _inside_no_sync(self, known: SetUpModule, defers: bool) -> Iterator[None]:

@@ -71,7 +71,6 @@ FACTORIES = {
     **_at("custom_steps", "cuts_second_derivatives", "takes_assigned_gradients", "keeps_half_of_a_backward"),
     **_at("custom_steps", "keeps_what_a_failed_forward_gathered", "takes_strays", "counts_nothing_for_none"),
     **_at("custom_steps", "forgets_writes", "draws_from_its_own_seed", "puts_its_own_back"),
-    **_at("replicating", "ends_all_waits"),
     **_at("replicating", "sends_nothing", "sends_parameters_only", "shows_its_own_buffers", "divides_sparse_twice"),
     **_at("collectives", "max_is_sum", "rank_dependent", "reduces_in_place", "reduces_nothing", "gathers_backwards"),
     **_at("collectives", "drops_sync_grads", "broadcasts_from_zero", "never_waits", "unknown_is_mean"),

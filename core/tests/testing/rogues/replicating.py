@@ -11,15 +11,6 @@ if TYPE_CHECKING:
     import torch
 
 
-class EndsAllWaits(Rogue):
-    """Takes any backward outside of ``no_backward_sync`` for the end of every module's wait."""
-
-    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
-        self.inner.backward(loss, module, **more)
-        for known in self.inner._registry:
-            known.last_inside = known.inside_no_sync
-
-
 class SendsNothing(Rogue):
     """Leaves each rank with the values that it has built."""
 

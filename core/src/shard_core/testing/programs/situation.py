@@ -12,6 +12,8 @@ from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, runs_alone
 from shard_core.testing.programs.vocabulary import PREMATURE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shard_core.testing.programs.operations import Operation
     from shard_core.testing.programs.program import Program
 
@@ -253,6 +255,7 @@ class Situation:
         module = self._modules[number]
         self._files.follow(operation, number, self._added)
         self._unfinished = _is_unfinished(operation, before=self._unfinished)
+        _end_waits(self._modules, operation)
         if isinstance(operation, ops.Switch):
             self.strategy, self.world_size = operation.strategy, operation.world_size or self.world_size
         match operation:
@@ -288,6 +291,12 @@ class Situation:
 def _has(program: Program, option: str) -> bool:
     """Check whether a program gives an option, or one whose name begins with it."""
     return any(each.startswith(option) for each in program.options)
+
+
+def _end_waits(modules: Sequence[_Module], operation: Operation) -> None:
+    """Note that what waits may be averaged once another backward has come, whose module may be another one."""
+    for module in modules:
+        module.waits = module.waits and not isinstance(operation, ops.Backward | ops.Closure)
 
 
 def _is_unfinished(operation: Operation, *, before: bool) -> bool:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shard_core.capability import Capability
-from shard_core.errors import SetupError
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
@@ -41,19 +40,6 @@ class Optimizers(Suite):
         for mine in ranks.run(train_adversaries):
             oracle.assert_same_weights(mine[0], generator, 1e-6)
             oracle.assert_same_weights(mine[1], critic, 1e-6)
-
-    @promise(needs=Capability.SEVERAL_MODULES, after=("two_models", "step_inside_is_refused"), every_size=False)
-    def test_modules_wait_apart(self, ranks: Ranks) -> None:
-        """A module whose gradients wait is stepped after a backward of its own outside, and not after another's.
-
-        Usual cause:
-            That a backward was deferred is noted for the strategy, so that any other ends the wait, and each rank
-            steps with its own gradients.
-        """
-        _, critic = _waiting_plainly()
-        for refusal, weights in ranks.run(train_while_one_waits):
-            assert "no_backward_sync" in refusal, f"a step {refusal or 'did not raise SetupError'}"
-            oracle.assert_same_weights(weights, critic, 1e-6)
 
     @promise(needs=Capability.MULTIPLE_OPTIMIZERS, after=("averages_gradients",))
     def test_two_optimizers(self, ranks: Ranks) -> None:
@@ -141,39 +127,6 @@ def train_adversaries(subject: Subject) -> tuple[Weights, Weights]:
             step_generator.zero_grad()
             step_critic.zero_grad()
         return whole_weights(strategy, generator), whole_weights(strategy, critic)
-
-
-@functools.cache
-def _waiting_plainly() -> tuple[Weights, Weights]:
-    torch.manual_seed(0)
-    generator, critic = _adversaries()
-    step_critic = _sgd(critic)
-    for inputs in _inputs(2):
-        critic(generator(inputs).detach()).square().mean().backward()
-    step_critic.step()
-    return generator.state_dict(), critic.state_dict()
-
-
-def train_while_one_waits(subject: Subject) -> tuple[str, Weights]:
-    """Step a critic that waits after its generator's backward, and after its own; return what that raised first."""
-    with subject.strategy() as strategy:
-        strategy.seed_everything(0)
-        with strategy.module_init_context():
-            made = _adversaries()
-        ready = [strategy.setup_module_and_optimizers(module, [_sgd(module)]) for module in made]
-        (generator, _), (critic, (step_critic,)) = ready
-        first, second = (models.share_of(strategy, (batch,))[0] for batch in _inputs(2))
-        with strategy.no_backward_sync(critic):
-            strategy.backward(critic(generator(first).detach()).square().mean(), critic)
-        strategy.backward(generator(first).square().mean(), generator)
-        refusal = ""
-        try:
-            strategy.optimizer_step(step_critic)
-        except SetupError as error:
-            refusal = str(error)
-        strategy.backward(critic(generator(second).detach()).square().mean(), critic)
-        strategy.optimizer_step(step_critic)
-        return refusal, whole_weights(strategy, critic)
 
 
 def _halves(module: Any) -> list[torch.optim.Optimizer]:
