@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from shard_core import get_strategy
 
 WIDTH, LAYERS = 256, 4
+SHARE = 0.6  # of the model, on two ranks: a half, and what is small
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "units": ("fsdp", {"unit_bytes": 1}),
@@ -34,6 +36,17 @@ def allocated() -> int:
     return sum(storages.values())
 
 
+def settled(limit: float, *, patience_s: float = 10.0) -> int:
+    """Return what is allocated as soon as that is no more than `limit`, or after `patience_s`.
+
+    gloo's own threads drop what a collective has sent some milliseconds after its end.
+    """
+    end = time.monotonic() + patience_s
+    while (found := allocated()) > limit and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
 def hold(layout: str) -> tuple[int, int]:
     """Return the bytes of the model, and those of all tensors after setup."""
     name, options = LAYOUTS[layout]
@@ -44,7 +57,7 @@ def hold(layout: str) -> tuple[int, int]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         held = strategy.setup_module_and_optimizers(model, [optimizer])
         del model, optimizer
-        left = allocated() - before
+        left = settled(before + SHARE * whole) - before
         del held
         return whole, left
 
@@ -52,4 +65,4 @@ def hold(layout: str) -> tuple[int, int]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_rank_holds_what_was_whole_before_setup(worlds: Any, layout: str) -> None:
     for whole, left in worlds(2).run(hold, layout):
-        assert left <= 0.6 * whole
+        assert left <= SHARE * whole
