@@ -97,6 +97,24 @@ def group(request):
     dist.destroy_process_group()
 
 
+def reduces_views(size: int) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+    with get_strategy("ddp" if size > 1 else "single", accelerator="cpu") as strategy:
+        grid = torch.arange(12.0).view(3, 4) * (strategy.global_rank + 1)
+        columns = grid.t().contiguous().t()
+        views = [columns, columns if strategy.global_rank else grid, grid[:, ::2], grid[:, :1].expand(3, 2)]
+        return [(mean, mean.stride()) for mean in map(strategy.collectives.all_reduce, views)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_reduced_is_laid_out_as_it_was(worlds: Any, size: int) -> None:
+    for rank, answers in enumerate(worlds(size).run(reduces_views, size)):
+        grid = torch.arange(12.0).view(3, 4) * (size + 1) / 2
+        for (found, _), right in zip(answers, (grid, grid, grid[:, ::2], grid[:, :1].expand(3, 2)), strict=True):
+            assert torch.equal(found, right)
+        assert answers[0][1] == (1, 3)
+        assert answers[1][1] == ((1, 3) if rank else (4, 1))
+
+
 @pytest.mark.parametrize(
     ("group", "device", "own", "there"),
     [

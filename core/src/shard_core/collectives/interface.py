@@ -127,7 +127,8 @@ class Collectives(abc.ABC):
             reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"product"``.
 
         Returns:
-            A new tensor of the same shape and dtype.
+            A new tensor of the same shape and dtype; also of the same strides where ``tensor`` has no gaps or overlaps,
+            so that an averaged gradient is laid out as its parameter, which torch's fused optimizers rely on.
         """
 
     @abc.abstractmethod

@@ -124,12 +124,15 @@ class ProcessGroupCollectives(Collectives):
         op = reduce_op_named(reduce_op)
         check_mean(op, tensor)
         if dist.get_world_size(group) == 1:
-            return tensor.detach().clone(memory_format=torch.contiguous_format)
+            return tensor.detach().clone()
         there = carrying_device(tensor.device, group, self._device)
+        # Sent row by row: the strides may differ between ranks.
         result = tensor.detach().to(there, copy=True, memory_format=torch.contiguous_format)
         with translate_torch_errors("a reduction"):
             dist.all_reduce(result, op=_OPS.get(op, dist.ReduceOp.SUM), group=group)
-        return (result.div_(dist.get_world_size(group)) if op == "mean" else result).to(tensor.device)
+        if op == "mean":
+            result.div_(dist.get_world_size(group))
+        return result.to(tensor.device) if tensor.is_contiguous() else torch.empty_like(tensor).copy_(result)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Collect a tensor of the same shape from every rank."""
