@@ -52,17 +52,17 @@ class GradientHooks:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Attach the hooks that shards have now to what computes, when a backward begins."""
+        """Attach the hooks that shards have now to what computes, and ours to shards, when a backward begins."""
         module = self._module()
         parts = () if module is None else sharded_parts(module)
         for shard, unsharded in itertools.chain.from_iterable(map(shards_and_unsharded, parts)):
-            if gradient_hooks(shard):
+            if shard.requires_grad and shard not in self._guarded:
+                shard.register_hook(_Guard(shard))
+                self._guarded.add(shard)
+            if _left(shard):
                 self._follow(shard, unsharded)
 
     def _follow(self, shard: torch.Tensor, unsharded: torch.Tensor | None) -> None:
-        if shard.requires_grad and shard not in self._guarded:
-            shard.register_hook(_Guard(shard))
-            self._guarded.add(shard)
         if unsharded in self._relays:
             self._relays[unsharded].shard = shard
         elif unsharded is not None and unsharded.requires_grad:
@@ -86,19 +86,30 @@ class _Relay:
 
 
 class _Guard:
-    """Refuses, as a hook of a shard, what autograd calls itself: a gradient past the units, which is not all of it."""
+    """Lays out, as a hook of a shard, a gradient that comes past the units, a penalty's, as the shard is.
+
+    It may come whole, and torch cannot add that in place to a shard of fewer rows than there are ranks. It is not all
+    of the gradient, so users' hooks refuse it.
+    """
+
+    __torch_unserializable__ = True  # or torch warns where users save the shard
 
     def __init__(self, shard: torch.Tensor) -> None:
         self._shard = weakref.ref(shard)  # which holds this
 
-    def __call__(self, gradient: torch.Tensor) -> None:
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         shard = self._shard()
-        if shard is not None and _left(shard):
+        if shard is None:
+            return None
+        if _left(shard):
             raise SetupError(
                 f"the loss reads a parameter of shape {tuple(gradient.shape)} outside the module's forward, and a hook "
                 "on its gradient would see that part of it apart from the other; compute that part of the loss inside "
                 "forward, or remove the hook."
             )
+        if not isinstance(shard, DTensor) or not isinstance(gradient, DTensor):
+            return None
+        return gradient.redistribute(placements=shard.placements)
 
 
 def _left(shard: torch.Tensor) -> Hooks:
