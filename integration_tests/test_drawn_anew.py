@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
+from shard_core.errors import RankFailed
 from shard_core.testing import oracle
 
 PLAN = {"1": "colwise", "3": "rowwise"}
@@ -130,3 +131,16 @@ def test_ranks_with_other_generators_take_what_rank_0_draws(worlds: Any) -> None
 def test_one_rank_draws_whole_tensors_too(worlds: Any, layout: str) -> None:
     (alone,), (first, _) = (worlds(size).run(train, layout, timeout=120.0) for size in (1, 2))
     oracle.assert_same_weights(alone, first, 1e-5)
+
+
+def draw_away() -> None:
+    with get_strategy("deepspeed_stage_3", accelerator="cpu", param_persistence_threshold=0) as strategy:
+        layer = nn.Linear(4, 4)
+        model, _ = strategy.setup_module_and_optimizers(layer, [torch.optim.SGD(layer.parameters(), lr=0.1)])
+        nn.init.normal_(model.weight)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_away_is_not_drawn_in_silence(worlds: Any, size: int) -> None:
+    with pytest.raises(RankFailed, match=r"normal_\(\) was given a parameter whose values are spread over ranks"):
+        worlds(size).run(draw_away)

@@ -45,14 +45,15 @@ class SynchronizedInit:
         _replace()
 
     @staticmethod
-    def is_needed(module: nn.Module, ranks: int) -> bool:
+    def is_needed(module: nn.Module, ranks: int, spread: Set[torch.Tensor] = frozenset()) -> bool:
         """Return whether ranks could draw apart, or shards be drawn otherwise than whole tensors, as by one rank, too.
 
         Args:
             module: One that was set up.
             ranks: On how many.
+            spread: As for the class.
         """
-        return ranks > 1 or any(isinstance(each, DTensor) for each in module.parameters())
+        return ranks > 1 or bool(spread) or any(isinstance(each, DTensor) for each in module.parameters())
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is one of the parameters, its data or a slice of it."""

@@ -272,10 +272,9 @@ class StrategySetup(StrategyLifecycle):
             # Gradients that users have put in the place of others are zeroed, too.
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset, lambda: self._follow(weakly)))
         parts = self.engine_flat_parts(module) or {}
-        if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size):
-            known.hooks.append(
-                SynchronizedInit(module, spread={each for each, part in parts.items() if 0 not in part.shape})
-            )
+        spread = {each for each, part in parts.items() if 0 not in part.shape}
+        if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size, spread):
+            known.hooks.append(SynchronizedInit(module, spread))
         names.let_go()
         self._registry.add(known)
         known.note_parameters(part.values for part in parts.values())

@@ -54,7 +54,6 @@ _SEEDS = (ops.Seed, ops.Load, ops.Switch, ops.Fail, ops.Attempt)
 _SETS: dict[str, tuple[type[Any], ...]] = {
     "rates": (ops.ChangeLearningRate, ops.StepScheduler),
     "weights": (ops.EditWeights, ops.Initialize, ops.LoadStateDict),
-    "factor": (ops.Backward, ops.Forward),  # a gradient scaler's changes when the next backward begins
 }
 """What sets values without showing them, or may."""
 
@@ -216,6 +215,7 @@ def _compare(
     compiled = bool(program.compiled)
     scale = max(rounding(name, program.precision, compiled=compiled) for name in strategies_of(program))
     bounds = {kind: bound * scale for kind, bound in BOUNDS.items()}
+    bounds["reduced"] = max(bounds["reduced"], BOUNDS["reduced"])  # of numbers in float32 under every precision
     further = {(at, key): _times(program, at, scale) * far for (at, key), far in (sensitivity or {}).items()}
     if _has_own_kernels(program) and any(each.kind == "muon" for each in program.optimizers):
         bounds["weights"] *= _MUON_ALLOWS

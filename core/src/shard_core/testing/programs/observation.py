@@ -107,7 +107,7 @@ def state(
             shown |= {f"state.{number}.{name}.{slot}": tensor for slot, tensor in tensors.items()}
         shown[f"rates.{number}"] = [float(group["lr"]) for group in optimizer.param_groups]
     if strategy.precision.scaler is not None:
-        shown["factor"] = strategy.precision.scaler.factor
+        shown["factor"] = strategy.precision.scaler.state_dict()["factor"]  # the next backward's
     return shown
 
 

@@ -174,8 +174,10 @@ class Situation:
     def _has_kernels(self, operation: Operation, number: int) -> bool:
         """Check whether torch computes an operation where models are compiled, steps are fused or gradients sparse."""
         match operation:
-            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "data" | "foreach"):
+            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "data"):
                 known = "sparse" not in self._program.models[number].parts
+            case ops.EditGradients(how="foreach"):
+                known = "sparse" not in self._program.models[number].parts and not self._ignores
             case ops.EditGradients(how="clipped"):
                 known = {"sparse", "empty"}.isdisjoint(self._program.models[number].parts) and not self._ignores
             case ops.Backward(how="retain_graph"):
@@ -189,7 +191,8 @@ class Situation:
             case ops.Backward(how="two_forwards" | "crossed" | "contrastive"):
                 known = set(WRITING).isdisjoint(self._program.models[number].parts)
             case ops.Initialize():
-                known = self._program.precision != "bf16-true"
+                laid_out = "transposed" not in self._program.models[number].parts
+                known = laid_out and self._program.precision != "bf16-true"
             case ops.Freeze() | ops.Backward(how="frozen"):
                 mine = (spec for spec in self._program.optimizers if spec.module == number)
                 recomputed = self._recomputes and isinstance(operation, ops.Backward)

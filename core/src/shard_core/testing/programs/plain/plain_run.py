@@ -130,7 +130,7 @@ class PlainRun:
         for number, optimizer in enumerate(self.optimizers):
             shown |= {f"state.{number}.{name}": each.clone() for name, each in self._slots(number)}
             shown[f"rates.{number}"] = [group["lr"] for group in optimizer.param_groups]
-        return shown if self._precision.factor is None else shown | {"factor": self._precision.factor}
+        return shown if self._precision.factor is None else shown | {"factor": self._precision.next_factor()}
 
     def adopt(self, shown: Mapping[str, Any]) -> None:
         """Go on from the numbers a strategy showed, so that rounding does not grow from operation to operation.
