@@ -142,8 +142,8 @@ LEFT_OUT = (
     "first forward of each part, and xla_fsdp never, as their pages say",
     "values drawn anew by torch.nn.init in bf16-true, whose dtype is the engine's, on devices other than the CPU, and "
     "of models whose parameters are not laid out by rows: torch draws in the order of memory, which engines set",
-    "gradients changed by a function of lists where some are of parameters that fsdp ignores: torch's take plain tensors "
-    "or DTensors",
+    "gradients changed by a function of lists where some have no elements, or are of parameters that fsdp ignores: "
+    "torch's take plain tensors or DTensors, and not both",
     "hooks on accumulated gradients, which see each rank's own",
     "hooks from after setup where devices are not CPUs: xla_fsdp refuses them, as its page says",
     "weights read by a layer around the units that they belong to, before these run",

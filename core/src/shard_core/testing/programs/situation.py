@@ -176,9 +176,7 @@ class Situation:
         match operation:
             case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "data"):
                 known = "sparse" not in self._program.models[number].parts
-            case ops.EditGradients(how="foreach"):
-                known = "sparse" not in self._program.models[number].parts and not self._ignores
-            case ops.EditGradients(how="clipped"):
+            case ops.EditGradients(how="clipped" | "foreach"):
                 known = {"sparse", "empty"}.isdisjoint(self._program.models[number].parts) and not self._ignores
             case ops.Backward(how="retain_graph"):
                 known = not self._program.compiled
