@@ -274,11 +274,11 @@ class Engine(abc.ABC):
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step an optimizer, on every rank or on none; may communicate.
 
-        Call the ``step`` of this very optimizer, once: only then do the user's hooks on it, those of
+        Call ``optimizer.step`` of this very optimizer, once: only then do the user's hooks on it, those of
         ``register_step_pre_hook`` and ``register_step_post_hook``, run, and run once, and its schedulers count the
         step. An engine that steps other tensors than the groups hold, or some of them, exchanges those inside of all
-        hooks, as ``local_step`` and ``owned_step`` do, so that hooks see whole groups. An engine for which a step
-        taken past it would be wrong refuses it by a pre-hook of its own.
+        hooks, as ``local_step`` and ``owned_step`` do, so that hooks see whole groups. What users call as
+        ``optimizer.step()`` comes here, too; what cannot, by the class's method, is refused.
 
         Args:
             optimizer: One that was set up; its gradients are final.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from shard_core.initialization.synchronized_init import SynchronizedInit
+    from shard_core.optim.routed_step import RoutedStep
     from shard_core.parameters import ParameterNames
     from shard_core.preparation.layers import LayerCalls
     from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
@@ -68,7 +69,7 @@ class SetUpModule:
     layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
-    hooks: list[RemovableHandle | NotedZeroGrad | SynchronizedInit]
+    hooks: list[RemovableHandle | NotedZeroGrad | RoutedStep | SynchronizedInit]
     rescaled: RescaledEmbeddings
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.initialization.synchronized_init import SynchronizedInit
 from shard_core.optim.classification import why_not_elementwise
+from shard_core.optim.routed_step import RoutedStep
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
 from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
@@ -146,6 +148,7 @@ class StrategySetup(StrategyLifecycle):
         known.check_known(optimizer)
         known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
         known.hooks.append(NotedZeroGrad(optimizer, known.optimizers[optimizer].reset))
+        known.hooks.append(RoutedStep(optimizer, self._step_by_hand))
         return optimizer
 
     def process_dataloader(
@@ -271,14 +274,21 @@ class StrategySetup(StrategyLifecycle):
         for optimizer, accumulation in known.optimizers.items():
             # Gradients that users have put in the place of others are zeroed, too.
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset, lambda: self._follow(weakly)))
+            known.hooks.append(RoutedStep(optimizer, self._step_by_hand))
         parts = self.engine_flat_parts(module) or {}
-        spread = {each for each, part in parts.items() if 0 not in part.shape}
-        if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size, spread):
-            known.hooks.append(SynchronizedInit(module, spread))
+        away = {each for each, part in parts.items() if 0 not in part.shape}
+        if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size, away):
+            known.hooks.append(SynchronizedInit(module, away))
         names.let_go()
         self._registry.add(known)
         known.note_parameters(part.values for part in parts.values())
         return called
+
+    @abc.abstractmethod
+    def _step_by_hand(
+        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Step an optimizer whose user has called its ``step``."""
 
     def _follow(self, module: weakref.ref[torch.nn.Module]) -> None:
         known = module()

@@ -41,6 +41,7 @@ class StrategyStep(StrategySetup):
     """Turns losses into steps, with the same meaning of a gradient on every engine."""
 
     _logged_sync = False
+    _in_step: torch.optim.Optimizer | None = None
 
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool = True
@@ -197,7 +198,8 @@ class StrategyStep(StrategySetup):
     ) -> bool:
         """Step an optimizer, unless a gradient scaler found an overflow on any rank; every rank calls this.
 
-        Waits until an async save has copied what the step changes.
+        ``optimizer.step()`` does the same, and returns what it returns without a strategy. Each waits until an async
+        save has copied what the step changes.
 
         Args:
             optimizer: One that was set up.
@@ -219,7 +221,7 @@ class StrategyStep(StrategySetup):
             if self.precision.scaler is not None:
                 self.precision.scaler.record(finite=finite)
             if finite:
-                self.engine_step(optimizer, None, **kwargs)
+                self._engine_step(optimizer, None, kwargs)
             known.note_step(optimizer)
             return finite
         self._require(Capability.CLOSURE)
@@ -235,9 +237,37 @@ class StrategyStep(StrategySetup):
             self._finish(optimizer)
             return loss
 
-        self.engine_step(optimizer, evaluate, **kwargs)
+        self._engine_step(optimizer, evaluate, kwargs)
         known.note_step(optimizer)
         return True
+
+    def _engine_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]
+    ) -> None:
+        before, self._in_step = self._in_step, optimizer
+        try:
+            self.engine_step(optimizer, closure, **kwargs)
+        finally:
+            self._in_step = before
+
+    def _step_by_hand(
+        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Step an optimizer whose user, or whose engine, has called its ``step``; return what that would."""
+        if optimizer is self._in_step:
+            return step(*args, **kwargs)
+        closure = args[0] if args else kwargs.pop("closure", None)
+        if closure is None:
+            self.optimizer_step(optimizer, None, *args[1:], **kwargs)
+            return None
+        losses: list[Any] = []
+
+        def evaluate() -> Any:
+            losses.append(closure())
+            return losses[-1]
+
+        self.optimizer_step(optimizer, evaluate, *args[1:], **kwargs)
+        return losses[0]
 
     def _on_plain_gradient(self, parameter: torch.Tensor, called: Callable[[], None]) -> RemovableHandle | None:
         """Have a function called whenever a parameter gets a gradient that no ``backward`` of the strategy's makes."""

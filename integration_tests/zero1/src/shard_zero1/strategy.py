@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from shard_core import SetupError, Strategy
+from shard_core import Strategy
 from shard_core.backend import DDPModules, TensorState, TorchEngine, owned_step
 from shard_zero1.config import Zero1Config
 from shard_zero1.plugin import ZERO1
@@ -30,8 +30,6 @@ class Zero1Strategy(TorchEngine, Strategy):
         self._ddp = DDPModules(self.root_device, find_unused_parameters=self.config.find_unused_parameters)
         self._zero: dict[torch.optim.Optimizer, ZeroRedundancyOptimizer] = {}
         self._owned: set[int] = set()
-        self._hooks = contextlib.ExitStack()
-        self._stepping: torch.optim.Optimizer | None = None
 
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
@@ -46,7 +44,6 @@ class Zero1Strategy(TorchEngine, Strategy):
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> None:
         super().engine_add_optimizer(module, optimizer, names)
-        self._hooks.callback(optimizer.register_step_pre_hook(self._check_step).remove)
         self._shard(optimizer)
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
@@ -77,17 +74,9 @@ class Zero1Strategy(TorchEngine, Strategy):
         return self._ddp.no_sync(module)
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
-        zero, self._stepping = self._shard(optimizer), optimizer  # closures are not declared, so core refuses them
-        try:
-            with owned_step(optimizer, self._owns):
-                zero.step(**kwargs)  # which steps this very optimizer, and broadcasts what its owners have stepped
-        finally:
-            self._stepping = None
-
-    def _check_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Refuse a step of all parameters, most of them without their state."""
-        if optimizer is not self._stepping:
-            raise SetupError("optimizer.step() steps what other ranks own; call strategy.optimizer_step(optimizer).")
+        zero = self._shard(optimizer)  # closures are not declared, so core refuses them
+        with owned_step(optimizer, self._owns):
+            zero.step(**kwargs)  # which steps this very optimizer, and broadcasts what its owners have stepped
 
     def engine_state(
         self, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
@@ -98,5 +87,4 @@ class Zero1Strategy(TorchEngine, Strategy):
 
     def engine_teardown(self) -> None:
         self._ddp.teardown()
-        self._hooks.close()
         self._zero.clear()

@@ -63,7 +63,6 @@ class DeepSpeedStrategy(Strategy):
     engine_minds_plain_backward = True
     _zero: dict[torch.nn.Module, ZeroModule]
     _environment: contextlib.ExitStack
-    _stepping: torch.optim.Optimizer | None = None
 
     def engine_check_options(self) -> None:
         """Check that the stage keeps parameters in the precision's dtype."""
@@ -160,7 +159,6 @@ class DeepSpeedStrategy(Strategy):
         """Point the optimizer at this rank's partitions of the module's parameters."""
         if module in self._zero:
             self._zero[module].repoint(optimizer, names)
-            self._environment.callback(optimizer.register_step_pre_hook(self._check_step).remove)
         else:
             names.repoint([optimizer], module)
 
@@ -254,23 +252,10 @@ class DeepSpeedStrategy(Strategy):
                 zero.follow_gradients()
             return loss
 
-        self._stepping = optimizer
-        try:
-            with fast_step(optimizer, self.root_device) if closure is None else contextlib.nullcontext():
-                optimizer.step(evaluate if closure else None, **kwargs)
-        finally:
-            self._stepping = None
+        with fast_step(optimizer, self.root_device) if closure is None else contextlib.nullcontext():
+            optimizer.step(evaluate if closure else None, **kwargs)
         for zero in modules:
             zero.publish()
-
-    def _check_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """Refuse a step that would change this rank's parts and not the module."""
-        del args, kwargs
-        if optimizer is not self._stepping:
-            raise SetupError(
-                f"{type(optimizer).__name__}.step() was called, which steps this rank's parts and not the module; "
-                "call strategy.optimizer_step(optimizer)."
-            )
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> list[ZeroModule]:
         """List the modules an optimizer steps, everything that users may have done to either since taken in."""

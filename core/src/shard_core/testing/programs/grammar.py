@@ -13,7 +13,7 @@ from shard_core.testing.programs.frame import draw_frame, possible
 from shard_core.testing.programs.program import optimizers_over
 from shard_core.testing.programs.settings import WHOLE, runs_alone, splits_layers
 from shard_core.testing.programs.situation import MEANS, Situation
-from shard_core.testing.programs.vocabulary import PREMATURE, VARIANTS, drawn_ways
+from shard_core.testing.programs.vocabulary import FLAGS, PREMATURE, VARIANTS, drawn_ways
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -110,8 +110,9 @@ def _varied(operation: Operation, situation: Situation, chance: random.Random) -
         return dataclasses.replace(operation, how="interrupted by hand")
     if isinstance(operation, ops.Load) and chance.random() < _TAKES_NOTHING:
         return ops.Fail(how="object")
-    if isinstance(operation, ops.Save) and chance.random() < _VARIED:
-        return dataclasses.replace(operation, frozen=False)
+    flag = FLAGS.get(type(operation))
+    if flag is not None and chance.random() < _VARIED:
+        return dataclasses.replace(operation, **flag)
     return operation
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-#: Micro-batches of an accumulated backward.
 MICRO_BATCHES = 3
 
 
@@ -23,8 +22,8 @@ class Backward:
             ``"frozen"``: the layer on top is frozen before the backward, and trained again after it; ``"eval"``: of a
             module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients;
             ``"zeroed"`` and ``"cleared"``: between the two, optimizers or the module zero the gradients of before;
-            ``"detached"``: of the second module, on the first one's output without its gradients; ``"squares"``: then
-            one of each trained parameter's squares; ``"by hand"``: by ``loss.backward()``, which a strategy may refuse;
+            ``"detached"``: of the second module, on the first's output without gradients; ``"squares"``: then one of
+            each trained parameter's squares; ``"by hand"``: by ``loss.backward()``, which a strategy may refuse;
             ``"accumulated"``: of ``MICRO_BATCHES``, of which the last is sent.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
@@ -89,9 +88,10 @@ class ClipValue:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Step an optimizer."""
+    """Step an optimizer; ``by_hand``: by its own method."""
 
     optimizer: int = 0
+    by_hand: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

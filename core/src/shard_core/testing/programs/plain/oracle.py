@@ -88,7 +88,8 @@ class Oracle(PlainRun):
     @_on_all.register(ops.Step)
     def _(self, operation: ops.Step) -> Values:
         self._divide(operation.optimizer)
-        return self._step(operation.optimizer)
+        shown = self._step(operation.optimizer)
+        return {name: value for name, value in shown.items() if name != "stepped" or not operation.by_hand}
 
     @_on_all.register(ops.Closure)
     def _(self, operation: ops.Closure) -> Values:

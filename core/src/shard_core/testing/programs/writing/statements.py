@@ -57,8 +57,10 @@ def _(operation: ops.ClipValue, program: Program, *_: object) -> Lines:
 
 @statements.register(ops.Step)
 def _(operation: ops.Step, program: Program, *_: object) -> Lines:
-    line = f"stepped = strategy.optimizer_step({OPTIMIZERS[operation.optimizer]})"
-    return [line], ["stepped=stepped", f"**{shown_state(program)}"]
+    name = OPTIMIZERS[operation.optimizer]
+    if operation.by_hand:
+        return [f"{name}.step()"], [f"**{shown_state(program)}"]
+    return [f"stepped = strategy.optimizer_step({name})"], ["stepped=stepped", f"**{shown_state(program)}"]
 
 
 @statements.register(ops.Closure)

@@ -1,0 +1,134 @@
+"""``optimizer.step()`` is a step of the strategy's, under every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_core import get_strategy
+from shard_core.testing import oracle
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {"reshard_after_forward": False}),
+    "offloaded": ("fsdp_cpu_offload", {}),
+    "copies": ("hsdp", {"device_mesh": (2, 1)}),
+    "split": ("tp", {"tensor_parallel_size": 1}),
+    "stage 0": ("deepspeed", {"stage": 0}),
+    "stage 1": ("deepspeed_stage_1", {}),
+    "stage 2": ("deepspeed_stage_2", {}),
+    "stage 3": ("deepspeed_stage_3", {}),
+}
+SCALED = ("ddp", "fsdp", "offloaded", "copies")
+STEPS = 3
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.linspace(-1 - step, 1 + rank, 12).reshape(3, 4)
+
+
+def train(layout: str, by_hand: bool, precision: str = "32-true") -> Any:
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", precision=precision, **options) as strategy:
+        module, optimizer = make()
+        before = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)  # puts a function of its own in the place of step
+        model, _ = strategy.setup_module_and_optimizers(module, [optimizer])
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        rank = strategy.distributed_sampler_kwargs["rank"]
+        returned = []
+        for step in range(STEPS):
+            for last in (False, True):
+                with strategy.no_backward_sync(model, enabled=not last):
+                    loss = model(batch(step, rank)).square().sum()
+                    overflows = precision == "16-mixed" and step == 0
+                    strategy.backward(loss * 1e6 if overflows else loss, model, denominator=5.0 + rank)
+            model(batch(9, rank))  # gathers what the step then changes
+            returned.append(optimizer.step() if by_hand else strategy.optimizer_step(optimizer) and None)
+            before.step()
+            after.step()
+            optimizer.zero_grad()
+        state = strategy.optimizer_state_dict(optimizer), strategy.module_state_dict(model)
+        output = model(batch(9, rank)).detach()
+    optimizer.step()  # which is its class's again: it finds no gradients
+    return state, output, returned
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_by_hand_trains_as_in_plain_pytorch(worlds: Any, layout: str) -> None:
+    module, optimizer = make()
+    for step in range(STEPS):
+        for rank in range(2):
+            (2 * module(batch(step, rank)).square().sum() / 22).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.81
+        optimizer.zero_grad()
+    for rank, ((_, weights), output, returned) in enumerate(worlds(2).run(train, layout, True)):
+        oracle.assert_same_weights(weights, {} if rank else module.state_dict(), 1e-5, elementwise=True)
+        torch.testing.assert_close(output, module(batch(9, rank)).detach(), rtol=1e-5, atol=1e-6)
+        assert returned == [None] * STEPS
+
+
+@pytest.mark.parametrize("layout", SCALED)
+def test_a_step_by_hand_skips_what_overflowed(worlds: Any, layout: str) -> None:
+    by_hand, by_strategy = (worlds(2).run(train, layout, each, "16-mixed") for each in (True, False))
+    for (_, weights), output, _ in by_hand:  # weights are rank 0's
+        assert output.isfinite().all()
+        assert all(each.isfinite().all() for each in weights.values())
+    (mine, *_), (theirs, *_) = by_hand[0], by_strategy[0]
+    oracle.assert_same_weights(mine[1], theirs[1], 0.0, elementwise=True)
+    assert mine[0]["param_groups"] == theirs[0]["param_groups"]
+
+
+def with_closure(layout: str) -> Any:
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        module, optimizer = make()
+        model, _ = strategy.setup_module_and_optimizers(module, [optimizer])
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(0, 0)).square().mean()
+            strategy.backward(loss, model)
+            return loss.detach()
+
+        losses = [optimizer.step(closure).item() for _ in range(STEPS)]
+        return losses, strategy.module_state_dict(model)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "stage 1", "stage 3"])
+def test_a_closure_is_taken_by_hand_too(worlds: Any, layout: str) -> None:
+    module, optimizer = make()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(batch(0, 0)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    losses = [optimizer.step(closure).item() for _ in range(STEPS)]
+    for rank, (found, weights) in enumerate(worlds(2).run(with_closure, layout)):
+        assert found == pytest.approx(losses, rel=1e-5)
+        oracle.assert_same_weights(weights, {} if rank else module.state_dict(), 1e-5, elementwise=True)
+
+
+def too_early() -> None:
+    with get_strategy("ddp", accelerator="cpu") as strategy:
+        module, optimizer = make()
+        model, _ = strategy.setup_module_and_optimizers(module, [optimizer])
+        with strategy.no_backward_sync(model):
+            strategy.backward(model(batch(0, strategy.global_rank)).mean(), model)
+        with pytest.raises(Exception, match="the last backward was inside no_backward_sync"):
+            optimizer.step()
+
+
+def test_a_step_by_hand_waits_for_gradients_to_be_averaged(worlds: Any) -> None:
+    worlds(2).run(too_early)
