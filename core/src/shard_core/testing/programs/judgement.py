@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shard_core import plugins
-from shard_core.errors import RankFailed
+from shard_core.errors import CheckpointError, RankFailed
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.attempts import after_refusal
@@ -102,7 +102,9 @@ def judge(program: Program, worlds: Callable[[int], World], *, timeout: float | 
         The verdict.
     """
     judgement = _settled(program, worlds, patience(program) if timeout is None else timeout)
-    onward = after_refusal(program, judgement.at) if judgement.verdict == "refused" else None
+    # Whether a save in the background has copied what is changed is a matter of time: tried again, it may have.
+    tries = judgement.verdict == "refused" and not judgement.symptom.endswith(CheckpointError.__name__)
+    onward = after_refusal(program, judgement.at) if tries else None
     later = judgement if onward is None else judge(onward, worlds, timeout=timeout)
     return dataclasses.replace(later, onward=later.onward or onward) if later.verdict == "defect" else judgement
 
