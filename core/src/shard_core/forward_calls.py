@@ -9,13 +9,15 @@ import contextlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch.utils.hooks import RemovableHandle
 
 Context = contextlib.AbstractContextManager[Any]
@@ -32,6 +34,7 @@ class RunningCall:
 
     def __init__(self) -> None:
         self._frame = 0
+        self._around: FrameType | None = None
         if torch.compiler.is_compiling():
             return
         self._thread = threading.get_ident()
@@ -42,6 +45,16 @@ class RunningCall:
             # Not the frame itself: it holds activations, whose graph may hold who asks.
             self._frame, self._code = id(frame), frame.f_code
 
+    def find_compiled(self) -> None:
+        """Find where a call is made that is compiled, as nothing sees that is compiled itself; keep its arguments."""
+        if self._frame or torch.compiler.is_compiling():
+            return
+        self._thread = threading.get_ident()
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name != nn.Module.__call__.__name__:
+            frame = frame.f_back
+        self._around = frame
+
     def is_over(self, latest: RunningCall | None = None) -> bool:
         """Return whether the call has ended.
 
@@ -49,18 +62,22 @@ class RunningCall:
             latest: A call that begins just now in the same thread, if one does.
 
         Returns:
-            That; False for a call that was compiled, of which nobody can tell.
+            That; False for a call that was compiled and not found, of which nobody can tell.
         """
+        if self._around is not None:
+            return not any(frame is self._around for frame in _frames(self._thread))
         if not self._frame:
             return False
         if latest is not None and latest._frame == self._frame:  # has taken the memory of this one's
             return True
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None:
-            if id(frame) == self._frame and frame.f_code is self._code:
-                return False
-            frame = frame.f_back
-        return True
+        return not any(id(frame) == self._frame and frame.f_code is self._code for frame in _frames(self._thread))
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def is_being_called(module: nn.Module) -> bool:
@@ -123,6 +140,7 @@ class ForwardContexts:
             call: The call that begins.
         """
         self.leave_abandoned(call)
+        call.find_compiled()
         context = self._make(module)
         context.__enter__()
         self._entered.append((self, call, context))

@@ -55,3 +55,36 @@ def test_the_next_step_is_averaged(worlds: Any, inside: bool) -> None:
     optimizer.step()
     for weights in worlds(2).run(step_after_a_stop, inside):
         oracle.assert_same_weights(weights, model.state_dict(), 1e-6)
+
+
+def train_compiled(how: str, stopped: bool) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    with get_strategy("single", accelerator="cpu", precision="bf16-mixed") as strategy:
+        own = Stopped()
+        if how == "in place":
+            own.compile(backend="aot_eager")
+        model, (optimizer,) = strategy.setup_module_and_optimizers(own, [sgd(own)])
+        called = torch.compile(model, backend="aot_eager") if how == "around" else model
+        inputs, _ = models.batches("plain", 1, _BATCH)[0]
+        own.stops = stopped
+        with contextlib.suppress(KeyboardInterrupt), torch.no_grad():
+            called(inputs)
+        own.stops = False
+        losses = []
+        for _ in range(3):
+            loss = called(inputs).float().square().mean()
+            strategy.backward(loss, model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return strategy.module_state_dict(model), losses
+
+
+@pytest.mark.parametrize("how", ["plain", "in place", "around"])
+def test_autocast_keeps_no_weights_after_a_stop(how: str) -> None:
+    weights, losses = train_compiled(how, stopped=False)
+    found, after = train_compiled(how, stopped=True)
+    assert torch.equal(torch.stack(after), torch.stack(losses))
+    oracle.assert_same_weights(found, weights, 0.0, elementwise=True)
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
