@@ -21,6 +21,7 @@ class AssignedData:
     """
 
     _assignments = 0
+    _readings = 0
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -36,7 +37,13 @@ class AssignedData:
     def take_in(self) -> None:
         """Have the module's units, which are not gathered, read what their shards are now."""
         self._seen = self._assignments
+        AssignedData._readings += 1
         read_shards_anew(self._module)
+
+    @classmethod
+    def count(cls) -> int:
+        """Count assignments to all DTensors, and when units have read them: the same on every rank."""
+        return cls._assignments + cls._readings
 
     @classmethod
     def note(cls) -> None:

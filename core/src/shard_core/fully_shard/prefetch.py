@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from shard_core._versions import in_backward, is_gathered, shards_and_unsharded, version_of
+from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.entry_methods import PASS_ON
 from shard_core.parameters import local_part
 
@@ -93,6 +94,9 @@ class _GatheredAhead:
 
 
 def _changes(part: object) -> list[int | None]:
-    """Count writes to a unit's shards, and to what of them is on this rank, which averages are written to."""
+    """Count writes to a unit's shards, and to what of them is on this rank, which averages are written to.
+
+    Assigned data has a count of its own on each rank, which may be that of before.
+    """
     shards = [shard for shard, _ in shards_and_unsharded(part)]
-    return [version_of(each) for shard in shards for each in (shard, local_part(shard))]
+    return [AssignedData.count(), *(version_of(each) for shard in shards for each in (shard, local_part(shard)))]
