@@ -185,6 +185,7 @@ BAD_ENVIRONMENT = {
         '{"siez": 1}',
         "SHARD_OPTIONS: strategy 'toy' has no option 'siez'; did you mean 'size'? Its options are: size, stage, ",
     ),
+    "the loop's": ('{"gradient_clipping": 1.0}', "strategy 'toy' takes no 'gradient_clipping': the loop clips, with"),
     "a capability": ('{"cpu_offload": true}', "strategy 'toy' does not promise CPU_OFFLOAD"),
     "no JSON": ("size=1", "SHARD_OPTIONS is 'size=1', which is no JSON (Expecting value: line 1 column 1 (char 0))"),
     "bottomless": ("[" * 100_000, "SHARD_OPTIONS is '[[[[[[[[[["),

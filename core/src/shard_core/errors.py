@@ -115,6 +115,10 @@ class CannotReplay(ShardError, RuntimeError):
     """A constructor did something that recording cannot follow; the message names the operation."""
 
 
+#: So many letters of a word say which is meant, if just one begins so.
+_BEGINS = 4
+
+
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """Suggest the closest allowed word, ready to be put into a message.
 
@@ -128,9 +132,12 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     Example:
         >>> nearest("FSDPP", ["ddp", "fsdp", "single"])
         "; did you mean 'fsdp'?"
+        >>> nearest("reshard", ["reshard_after_forward"])
+        "; did you mean 'reshard_after_forward'?"
         >>> nearest("zzz", ["ddp"])
         ''
     """
     by_lower = {name.lower(): name for name in allowed}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    begun = [name for name in by_lower if len(word) >= _BEGINS and name.startswith(word.lower())]
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1) or (begun if len(begun) == 1 else [])
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -80,6 +80,17 @@ def options_of(config: type) -> tuple[Option, ...]:
     )
 
 
+_CLIPS = "the loop clips, with strategy.clip_gradients_norm or clip_gradients_value"
+_ACCUMULATES = "the loop accumulates, with strategy.no_backward_sync"
+_PRECISION = "the argument is called precision, such as precision='bf16-mixed'"
+#: What people know as keywords of trainers and of engines' configurations, each with what to do instead.
+OF_THE_LOOP = {
+    **dict.fromkeys(("gradient_clip_val", "gradient_clip_algorithm", "gradient_clipping", "max_grad_norm"), _CLIPS),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _ACCUMULATES),
+    **dict.fromkeys(("amp", "bf16", "fp16"), _PRECISION),
+}
+
+
 def check_names(
     owner: str, given: Mapping[str, Any], allowed: Iterable[str], refused: Mapping[str, str] | None = None
 ) -> None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from shard_core import plugins
 from shard_core.capability import Capability
 from shard_core.errors import InvalidOption, MissingCapability, UnsupportedFloat16, UnsupportedPrecision
-from shard_core.options import OPTIONS_VARIABLE, check_names, environment_options, import_references, options_of
+from shard_core.options import (
+    OF_THE_LOOP,
+    OPTIONS_VARIABLE,
+    check_names,
+    environment_options,
+    import_references,
+    options_of,
+)
 from shard_core.precision.interface import Precision, PrecisionPolicy
 from shard_core.precision.policies import POLICIES, resolve_name
 from shard_core.run_options import RunOptions
@@ -142,7 +149,7 @@ def check_options(info: StrategyInfo, options: Mapping[str, Any], source: str = 
     """
     _check_capabilities(info, options)
     allowed = [each.name for each in (*info.options, *options_of(RunOptions))]
-    check_names(f"{source}strategy {info.name!r}", options, allowed, info.refused)
+    check_names(f"{source}strategy {info.name!r}", options, allowed, {**OF_THE_LOOP, **info.refused})
 
 
 def _outside(info: StrategyInfo, given: Mapping[str, Any]) -> dict[str, Any]:

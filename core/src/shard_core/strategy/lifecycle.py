@@ -18,7 +18,7 @@ from shard_core.launcher.choice import choose_launcher
 from shard_core.launcher.environment import export
 from shard_core.launcher.rank_call import report_failure
 from shard_core.mesh import DataRanks
-from shard_core.options import check_names, options_of
+from shard_core.options import OF_THE_LOOP, check_names, options_of
 from shard_core.precision.build import build_precision
 from shard_core.randomness import seed_data_rank, seed_everything
 from shard_core.run_options import RunOptions
@@ -53,7 +53,7 @@ class StrategyLifecycle(Engine):
         common = {field.name for field in dataclasses.fields(RunOptions)}
         own = {name: value for name, value in arguments.items() if name not in common}
         known = [option.name for option in (*options_of(self.config_type), *options_of(RunOptions))]
-        check_names(f"strategy {self.info.name!r}", own, known, self.info.refused)
+        check_names(f"strategy {self.info.name!r}", own, known, {**OF_THE_LOOP, **self.info.refused})
         self.options = RunOptions(**{name: value for name, value in arguments.items() if name in common})
         self.config = self.config_type(**{**self.info.presets, **own})
         self._check_presets()
