@@ -253,12 +253,15 @@ class StrategyStep(StrategySetup):
     def _step_by_hand(
         self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Step an optimizer whose user, or whose engine, has called its ``step``; return what that would."""
+        """Step an optimizer whose user, or whose engine, has called its ``step``; return what that would.
+
+        An ``optimizer_step`` that a subclass has put around this class's may call it, too.
+        """
         if optimizer is self._in_step:
             return step(*args, **kwargs)
         closure = args[0] if args else kwargs.pop("closure", None)
         if closure is None:
-            self.optimizer_step(optimizer, None, *args[1:], **kwargs)
+            StrategyStep.optimizer_step(self, optimizer, None, *args[1:], **kwargs)
             return None
         losses: list[Any] = []
 
@@ -266,7 +269,7 @@ class StrategyStep(StrategySetup):
             losses.append(closure())
             return losses[-1]
 
-        self.optimizer_step(optimizer, evaluate, *args[1:], **kwargs)
+        StrategyStep.optimizer_step(self, optimizer, evaluate, *args[1:], **kwargs)
         return losses[0]
 
     def _on_plain_gradient(self, parameter: torch.Tensor, called: Callable[[], None]) -> RemovableHandle | None:
