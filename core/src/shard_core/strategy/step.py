@@ -260,17 +260,14 @@ class StrategyStep(StrategySetup):
         if optimizer is self._in_step:
             return step(*args, **kwargs)
         closure = args[0] if args else kwargs.pop("closure", None)
-        if closure is None:
-            StrategyStep.optimizer_step(self, optimizer, None, *args[1:], **kwargs)
-            return None
         losses: list[Any] = []
 
         def evaluate() -> Any:
             losses.append(closure())
             return losses[-1]
 
-        StrategyStep.optimizer_step(self, optimizer, evaluate, *args[1:], **kwargs)
-        return losses[0]
+        StrategyStep.optimizer_step(self, optimizer, evaluate if closure else None, *args[1:], **kwargs)
+        return losses[0] if losses else None
 
     def _on_plain_gradient(self, parameter: torch.Tensor, called: Callable[[], None]) -> RemovableHandle | None:
         """Have a function called whenever a parameter gets a gradient that no ``backward`` of the strategy's makes."""
