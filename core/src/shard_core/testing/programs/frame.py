@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from shard_core.plugins.info import StrategyInfo
 
-_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0}
+_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0, "narrow": 0.0}
 """How often a part is drawn, where less often than the others."""
 _BEGINS = 0.1
 """How often a collective sets the environment up."""
-_ADDED, _OFTEN = ("transposed",), 0.08
+_ADDED, _OFTEN = {"added": "transposed", "narrowed": "narrow"}, 0.08
 """What is added to parts, and how often: by chances of its own, so that seeds go on drawing what they have drawn."""
 _WRITTEN = {*SQUARE.values(), *(f"{name}={value}" for name, values in OPTIONS.items() for value in values)}
 
@@ -165,7 +165,8 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     for _ in range(1 + several):
         weights = [_RARE.get(part, 1.0) for part in PARTS]
         parts = tuple(dict.fromkeys(chance.choices(list(PARTS), weights, k=chance.randint(2, 5))))
-        parts = (*parts, *_ADDED) if random.Random(f"{seed} {len(models)} added").random() < _OFTEN else parts
+        lots = {part: random.Random(f"{seed} {len(models)} {name}").random() for name, part in _ADDED.items()}
+        parts = (*parts, *(part for part, lot in lots.items() if lot < _OFTEN))
         models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict", "object"])))
     two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
     # Torch's Adafactor divides by the number of elements.

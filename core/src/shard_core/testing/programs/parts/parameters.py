@@ -196,6 +196,17 @@ class _Transposed(Linear):
         self.layer.weight = nn.Parameter(self.layer.weight.detach().t())
 
 
+class _Narrow(Part):
+    """A gate with one output, whose weight has fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        return hidden * torch.sigmoid(self.gate(hidden))
+
+
 class _Wide(Part):
     """A layer made in float64, which a precision casts like all others."""
 
@@ -225,5 +236,6 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "clamped": _Clamped,
     "wide": _Wide,
     "transposed": _Transposed,
+    "narrow": _Narrow,
 }
 """Parts with such parameters, by name."""
