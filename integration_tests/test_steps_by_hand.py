@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shard_core import get_strategy
+from shard_core import SetupError, get_strategy
 from shard_core.testing import oracle
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -132,3 +134,73 @@ def too_early() -> None:
 
 def test_a_step_by_hand_waits_for_gradients_to_be_averaged(worlds: Any) -> None:
     worlds(2).run(too_early)
+
+
+class Scaled(torch.optim.Optimizer):
+    """Steps by other arguments than torch's optimizers, and returns something."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, scale: float = 1.0, *, lr: float = 0.1) -> dict[str, float]:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=scale * lr)
+        return {"scale": scale}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+def customs(step: Any, wraps: bool) -> tuple[Any, int, dict[str, torch.Tensor]]:
+    """Step by what takes other arguments, with a function of the user's around it."""
+    calls = 0
+    with get_strategy("single", accelerator="cpu") as strategy:
+        module, _ = make()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(module, [Scaled(module.parameters())])
+        strategy.backward(model(batch(0, 0)).square().mean(), model)
+        before: Any = optimizer.step
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return before(*args, **kwargs)
+
+        if wraps:
+            optimizer.step = around  # type: ignore[method-assign]
+        returned = step(optimizer)
+        return returned, calls, strategy.module_state_dict(model)
+
+
+STEPS_OF_ANOTHER_KIND = {
+    "nothing": lambda optimizer: optimizer.step(),
+    "a number": lambda optimizer: optimizer.step(2.0),
+    "a keyword": lambda optimizer: optimizer.step(lr=0.3),
+    "another keyword": lambda optimizer: optimizer.step(scale=2.0),
+}
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("step", STEPS_OF_ANOTHER_KIND.values(), ids=STEPS_OF_ANOTHER_KIND)
+def test_a_step_by_hand_takes_what_its_class_takes_and_returns_that(step: Any, wraps: bool) -> None:
+    module, _ = make()
+    module(batch(0, 0)).square().mean().backward()
+    right = step(Scaled(module.parameters()))
+    returned, calls, weights = customs(step, wraps)
+    assert (returned, calls) == (right, int(wraps))
+    oracle.assert_same_weights(weights, module.state_dict(), 0.0, elementwise=True)
+
+
+def test_a_copy_steps_by_itself() -> None:
+    with get_strategy("single", accelerator="cpu") as strategy:
+        module, plain = make()
+        _, (optimizer, _) = strategy.setup_module_and_optimizers(module, [Scaled(module.parameters()), plain])
+        assert (
+            str(inspect.signature(optimizer.step))
+            == "(scale: 'float' = 1.0, *, lr: 'float' = 0.1) -> 'dict[str, float]'"
+        )
+        twin = copy.deepcopy(optimizer)
+        for parameter in twin.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        assert twin.step() == {"scale": 1.0}
+        with pytest.raises(SetupError, match="SGD was called past"):
+            torch.optim.SGD.step(plain)

@@ -46,6 +46,7 @@ class SetUpModule:
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
         hooks: Those on its parameters and the optimizers, and on what draws values anew.
+        routed: What brings each optimizer's ``step`` to the strategy.
         rescaled: Its embeddings with ``max_norm``.
         unstepped: What gradients still need while there is no optimizer.
         untrained: The names, those of ties included, of parameters that were frozen at setup, and in every backward
@@ -69,8 +70,9 @@ class SetUpModule:
     layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
-    hooks: list[RemovableHandle | NotedZeroGrad | RoutedStep | SynchronizedInit]
+    hooks: list[RemovableHandle | NotedZeroGrad | SynchronizedInit]
     rescaled: RescaledEmbeddings
+    routed: dict[torch.optim.Optimizer, RoutedStep] = dataclasses.field(default_factory=dict)
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
     untrained: frozenset[str] = frozenset()
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
@@ -333,7 +335,7 @@ class Registry:
             known.layer_calls.restore()
             if known.sparse_embeddings is not None:
                 known.sparse_embeddings.restore()
-            for hook in known.hooks:
+            for hook in (*known.hooks, *known.routed.values()):
                 hook.remove()
             if known.forward_only is not None:
                 known.forward_only.remove()

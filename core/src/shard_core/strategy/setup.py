@@ -148,7 +148,7 @@ class StrategySetup(StrategyLifecycle):
         known.check_known(optimizer)
         known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
         known.hooks.append(NotedZeroGrad(optimizer, known.optimizers[optimizer].reset))
-        known.hooks.append(RoutedStep(optimizer, self._step_by_hand))
+        known.routed[optimizer] = RoutedStep(optimizer, self._step_by_hand)
         return optimizer
 
     def process_dataloader(
@@ -274,7 +274,7 @@ class StrategySetup(StrategyLifecycle):
         for optimizer, accumulation in known.optimizers.items():
             # Gradients that users have put in the place of others are zeroed, too.
             known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset, lambda: self._follow(weakly)))
-            known.hooks.append(RoutedStep(optimizer, self._step_by_hand))
+            known.routed[optimizer] = RoutedStep(optimizer, self._step_by_hand)
         parts = self.engine_flat_parts(module) or {}
         away = {each for each, part in parts.items() if 0 not in part.shape}
         if self.root_device.type in ("cpu", "cuda") and SynchronizedInit.is_needed(module, self.world_size, away):
@@ -285,9 +285,7 @@ class StrategySetup(StrategyLifecycle):
         return called
 
     @abc.abstractmethod
-    def _step_by_hand(
-        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _step_by_hand(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> None:
         """Step an optimizer whose user has called its ``step``."""
 
     def _follow(self, module: weakref.ref[torch.nn.Module]) -> None:

@@ -41,7 +41,6 @@ class StrategyStep(StrategySetup):
     """Turns losses into steps, with the same meaning of a gradient on every engine."""
 
     _logged_sync = False
-    _in_step: torch.optim.Optimizer | None = None
 
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool = True
@@ -244,30 +243,12 @@ class StrategyStep(StrategySetup):
     def _engine_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]
     ) -> None:
-        before, self._in_step = self._in_step, optimizer
-        try:
+        with self._registry.owner(optimizer).routed[optimizer].opened():
             self.engine_step(optimizer, closure, **kwargs)
-        finally:
-            self._in_step = before
 
-    def _step_by_hand(
-        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Step an optimizer whose user, or whose engine, has called its ``step``; return what that would.
-
-        An ``optimizer_step`` that a subclass has put around this class's may call it, too.
-        """
-        if optimizer is self._in_step:
-            return step(*args, **kwargs)
-        closure = args[0] if args else kwargs.pop("closure", None)
-        losses: list[Any] = []
-
-        def evaluate() -> Any:
-            losses.append(closure())
-            return losses[-1]
-
-        StrategyStep.optimizer_step(self, optimizer, evaluate if closure else None, *args[1:], **kwargs)
-        return losses[0] if losses else None
+    def _step_by_hand(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> None:
+        """Step an optimizer whose user has called its ``step``, as may an ``optimizer_step`` around this class's."""
+        StrategyStep.optimizer_step(self, optimizer, closure)
 
     def _on_plain_gradient(self, parameter: torch.Tensor, called: Callable[[], None]) -> RemovableHandle | None:
         """Have a function called whenever a parameter gets a gradient that no ``backward`` of the strategy's makes."""

@@ -63,6 +63,20 @@ class ManualWrites:
         for each in self._held:
             each.published, each.lost = each.written(), False
 
+    def check_published(self) -> None:
+        """Check that a forward has computed with what parts hold.
+
+        Raises:
+            SetupError: If a part was written to since the last step, which alone brings it to the module.
+        """
+        for each in self._held:
+            if each.written()[2] != each.published[2]:
+                raise SetupError(
+                    f"this rank's part of {each.name!r} was written to since the last step, through "
+                    "optimizer.param_groups, and the forward has computed without that; write to the module's "
+                    "parameters, or to parts between the last backward of a step and strategy.optimizer_step."
+                )
+
     @torch.no_grad()
     def take(self) -> None:
         """Copy what was written since into the parts.
