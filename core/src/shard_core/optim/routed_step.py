@@ -106,8 +106,8 @@ class RoutedStep:
         """Refuse a step that was not routed: by the method of the class, or by one that was read before setup."""
         if optimizer is self._optimizer and not self._is_free():
             raise SetupError(
-                f"the step of {type(optimizer).__name__} was called past the strategy, which makes gradients final first; "
-                "call optimizer.step() of the optimizer that was set up, or strategy.optimizer_step(optimizer)."
+                f"the step of {type(optimizer).__name__} was called past the strategy, which makes gradients final "
+                "first; call optimizer.step() of the optimizer that was set up, or strategy.optimizer_step(optimizer)."
             )
 
     def __deepcopy__(self, memo: object) -> RoutedStep:
