@@ -24,7 +24,7 @@ def operation_from(record: Any) -> Operation:
 
     Example:
         >>> operation_from({"operation": "Step", "optimizer": 0})
-        Step(optimizer=0)
+        Step(optimizer=0, by_hand=False)
     """
     if not isinstance(record, dict) or record.get("operation") not in KINDS:
         name = record.get("operation") if isinstance(record, dict) else record

@@ -30,8 +30,10 @@ class Partitions(abc.ABC):
     Attributes:
         lets_go: Whether a forward or backward may let go of values that are whole in the module.
         sends_last: Whether gradients are sent after a backward, in the order of parameters.
+        spreads: Whether a part is not all of its parameter.
     """
 
+    spreads = True
     lets_go = False
     sends_last = False
 
@@ -89,6 +91,7 @@ class Partitions(abc.ABC):
 class Whole(Partitions):
     """Stage 0: every rank has and steps all of every parameter."""
 
+    spreads = False
     sends_last = True
 
     def part(self, parameter: torch.nn.Parameter) -> FlatPart:
