@@ -48,6 +48,7 @@ ROGUES = {
     "defers_in_silence": Fault("deferring_saves_traffic"),
     "repeats_itself": Fault("deferring_saves_traffic"),
     "steps_inside": Fault("step_inside_is_refused"),
+    "averages_the_named_alone": Fault("modules_wait_apart"),
     "ignores_denominator": Fault("denominator_gives_the_global_mean"),
     "local_denominator": Fault("ragged_batches_weigh_by_their_size"),
     "fills_missing_gradients": Fault("unused_parameters_keep_their_values"),

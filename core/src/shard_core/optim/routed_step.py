@@ -53,7 +53,7 @@ class RoutedStep:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Let an engine step: within, ``step`` is the optimizer's own."""
+        """Return a context for an engine, in which ``step`` is the optimizer's own."""
         before, self._open = self._open, True
         try:
             yield

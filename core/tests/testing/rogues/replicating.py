@@ -35,6 +35,19 @@ class ShowsItsOwnBuffers(Rogue):
             yield name, own.get(name, tensor)
 
 
+class AveragesTheNamedAlone(Rogue):
+    """Leaves on their rank the gradients that wait in other modules than the named, and takes their wait for over."""
+
+    def backward(self, loss: torch.Tensor, module: Any, **more: Any) -> None:
+        named = self.inner.unwrap(module)
+        others = [known.module for known in self.inner._registry if known.last_inside and known.module is not named]
+        waiting = [each for other in others for each in other.parameters() if each.grad is not None]
+        own = [each.grad.clone() for each in waiting]
+        self.inner.backward(loss, module, **more)
+        for parameter, gradient in zip(waiting, own, strict=True):
+            parameter.grad.copy_(gradient)
+
+
 def _with_own_values(tensors: Iterable[torch.Tensor], setup: Any, *arguments: Any) -> Any:
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     ready = setup(*arguments)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shard_core.capability import Capability
+from shard_core.errors import SetupError
 from shard_core.testing import models, oracle
 from shard_core.testing.rules import promise
 from shard_core.testing.suites.suite import Suite
@@ -40,6 +41,17 @@ class Optimizers(Suite):
         for mine in ranks.run(train_adversaries):
             oracle.assert_same_weights(mine[0], generator, 1e-6)
             oracle.assert_same_weights(mine[1], critic, 1e-6)
+
+    @promise(needs=Capability.SEVERAL_MODULES, after=("two_models", "step_inside_is_refused"), every_size=False)
+    def test_modules_wait_apart(self, ranks: Ranks) -> None:
+        """A module whose gradients wait is stepped, after another's backward, with averaged gradients or not at all.
+
+        Usual cause:
+            That a backward was deferred is noted for the strategy, so that any other ends the wait, and each rank
+            steps with its own gradients.
+        """
+        for refused, weights in ranks.run(train_while_one_waits):
+            oracle.assert_same_weights(weights, _waiting_plainly(2 if refused else 1), 1e-6)
 
     @promise(needs=Capability.MULTIPLE_OPTIMIZERS, after=("averages_gradients",))
     def test_two_optimizers(self, ranks: Ranks) -> None:
@@ -107,6 +119,38 @@ def _adversaries_plainly() -> tuple[Weights, Weights]:
         step_generator.zero_grad()
         step_critic.zero_grad()
     return generator.state_dict(), critic.state_dict()
+
+
+@functools.cache
+def _waiting_plainly(backwards: int) -> Weights:
+    torch.manual_seed(0)
+    generator, critic = _adversaries()
+    step_critic = _sgd(critic)
+    for inputs in _inputs(backwards):
+        critic(generator(inputs).detach()).square().mean().backward()
+    step_critic.step()
+    return critic.state_dict()
+
+
+def train_while_one_waits(subject: Subject) -> tuple[bool, Weights]:
+    """Step a critic that waits after its generator's backward; where that is refused, after its own, too."""
+    with subject.strategy() as strategy:
+        strategy.seed_everything(0)
+        with strategy.module_init_context():
+            made = _adversaries()
+        ready = [strategy.setup_module_and_optimizers(module, [_sgd(module)]) for module in made]
+        (generator, _), (critic, (step_critic,)) = ready
+        first, second = (models.share_of(strategy, (batch,))[0] for batch in _inputs(2))
+        with strategy.no_backward_sync(critic):
+            strategy.backward(critic(generator(first).detach()).square().mean(), critic)
+        strategy.backward(generator(first).square().mean(), generator)
+        try:
+            strategy.optimizer_step(step_critic)
+        except SetupError:
+            strategy.backward(critic(generator(second).detach()).square().mean(), critic)
+            strategy.optimizer_step(step_critic)
+            return True, whole_weights(strategy, critic)
+        return False, whole_weights(strategy, critic)
 
 
 def train_adversaries(subject: Subject) -> tuple[Weights, Weights]:
