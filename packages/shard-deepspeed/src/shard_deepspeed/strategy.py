@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from shard_core.backend import FlatPart, ParameterNames, TrainingState
 
 
+#: How torch, or DeepSpeed where nothing else has a gradient of the parameter, refuses one of no elements.
+_READ_OUTSIDE = ("expected shape compatible with", "Cannot reduce scatter gradients whose size is not same")
 #: How torch refuses to compute with a parameter that stage 3 has let go.
 _READS_NOTHING = (
     *("is invalid for input of size 0", "size of tensor a (0)", "size of tensor b (0)"),
@@ -190,8 +192,9 @@ class DeepSpeedStrategy(Strategy):
         for zero in self._zero.values():
             zero.end_backward(self.collectives)
         check_used_alike([pair for zero in self._zero.values() for pair in zero.used()], self.collectives, self._advice)
-        for zero in self._zero.values():
-            zero.finish()
+        with self._translated():
+            for zero in self._zero.values():
+                zero.finish()
 
     def engine_drop_unfinished(self) -> None:
         """Throw away what parts have, and what DeepSpeed was about to send."""
@@ -209,7 +212,7 @@ class DeepSpeedStrategy(Strategy):
                     "the loss holds a gradient from torch.autograd.grad(..., create_graph=True), whose graph reads "
                     "parameters of which stage 3 has nothing any more; take stage 1 or 2, or 'fsdp'."
                 ) from error
-            if self.config.zero_stage != 3 or "expected shape compatible with" not in str(error):
+            if self.config.zero_stage != 3 or not any(sign in str(error) for sign in _READ_OUTSIDE):
                 raise
             raise SetupError(
                 "the loss reads parameters outside the module's forward, where stage 3 has nothing of them; compute "
