@@ -240,7 +240,8 @@ def laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
         return value
     value = value.to(parameter.device, parameter.dtype if value.is_floating_point() else value.dtype)
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-        shards = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        rows = value.contiguous()  # as ``make_contiguous`` lays parameters out; a DTensor cannot show shards of others
+        shards = distribute_tensor(rows, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return shards.to(parameter.device)  # those of an offloaded parameter are not where its mesh is
     return value
 

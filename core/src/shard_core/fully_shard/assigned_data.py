@@ -63,7 +63,7 @@ def _assign(tensor: DTensor, other: torch.Tensor) -> None:
                 f"a parameter of shape {tuple(tensor.shape)} that is spread over ranks was assigned data of shape "
                 f"{tuple(other.shape)}; assign a whole tensor of its own shape, or a DTensor."
             )
-        other = distribute_tensor(other, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        other = distribute_tensor(other.contiguous(), tensor.device_mesh, tensor.placements, src_data_rank=None)
     elif other.placements != tensor.placements:
         other = other.redistribute(tensor.device_mesh, tensor.placements)
     _torch_data.__set__(tensor, other)

@@ -128,4 +128,4 @@ def _call_with_whole(hooks: Hooks, gradient: torch.Tensor) -> torch.Tensor:
     # All of these ranks come here, and in the same order.
     changed = call_hooks(hooks, gradient.full_tensor())
     placements = [Replicate() if isinstance(each, Partial) else each for each in gradient.placements]
-    return distribute_tensor(changed, gradient.device_mesh, placements, src_data_rank=None)
+    return distribute_tensor(changed.contiguous(), gradient.device_mesh, placements, src_data_rank=None)

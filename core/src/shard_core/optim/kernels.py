@@ -64,20 +64,23 @@ def fastest_kernel(
     return {}
 
 
-def zero_one_by_one(optimizer: torch.optim.Optimizer) -> None:
+@contextlib.contextmanager
+def zeroing_one_by_one(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep ``zero_grad`` from a kernel that takes either DTensors or plain tensors, where an optimizer holds both.
 
-    Groups keep the setting for their steps; the default that goes is what ``zero_grad`` reads.
+    It reads the default, which is there again afterwards: groups that are added later take it for their steps.
 
     Args:
         optimizer: The user's, over the module's parameters as setup has left them, groups that came later included.
     """
-    chosen = [kernel for kernel in KERNELS if optimizer.defaults.get(kernel)]
-    if not chosen:
-        return
+    chosen = {kernel: True for kernel in KERNELS if optimizer.defaults.get(kernel)}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if len({isinstance(parameter, DTensor) for parameter in parameters}) > 1:
         optimizer.defaults.update(dict.fromkeys(chosen))
+    try:
+        yield
+    finally:
+        optimizer.defaults.update(chosen)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 
 from shard_core.errors import InvalidOption, SetupError
 from shard_core.gradients import LocalGradient, all_finite, are_alike, local_gradients, scale
-from shard_core.optim.kernels import zero_one_by_one
+from shard_core.optim.kernels import zeroing_one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -263,10 +264,10 @@ class NotedZeroGrad:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Zero gradients as the class's method does, also of groups that were added meanwhile."""
-        if isinstance(self._owner, torch.optim.Optimizer):
-            zero_one_by_one(self._owner)
+        owner = self._owner
         self._before()
-        self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # from update_wrapper
+        with zeroing_one_by_one(owner) if isinstance(owner, torch.optim.Optimizer) else contextlib.nullcontext():
+            self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # from update_wrapper
         self._note()
 
     def remove(self) -> None:
