@@ -312,9 +312,9 @@ def set_local_tensor(tensor: DTensor, other: DTensor) -> None:
 
 
 def read_shards_anew(module: torch.nn.Module) -> None:
-    """Have the units of a module, none of which is gathered, read what their shards are now."""
+    """Have those units of a module that are not gathered read what their shards are now."""
     for part in module.modules():
-        for group in _unit_groups(part):
+        for group in (each for each in _unit_groups(part) if each.is_sharded):
             for parameter in group.fsdp_params:
                 parameter.reset_sharded_param()
 

@@ -40,6 +40,11 @@ class AssignedData:
         AssignedData._readings += 1
         read_shards_anew(self._module)
 
+    def take_in_called(self, part: torch.nn.Module) -> None:
+        """Have a part that is about to be gathered read its shards: the call around it may have assigned data."""
+        if self.pending:  # until that call has ended: what it assigns to others is theirs to read
+            read_shards_anew(part)
+
     @classmethod
     def count(cls) -> int:
         """Count assignments to all DTensors, and when units have read them: the same on every rank."""

@@ -182,6 +182,7 @@ class EntryMethods:
             return
         if self._inside is not None:
             self._uneven.enter(part)
+            self._assigned.take_in_called(part)
             return
         # What the compiler leaves to Python stands inside what it runs, and may be left so on some ranks alone.
         if self._compiled_runs and part is not self._module and is_being_called(self._module):

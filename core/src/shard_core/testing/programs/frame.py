@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from shard_core.plugins.info import StrategyInfo
 
-_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0, "narrow": 0.0}
+_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0, "narrow": 0.0, "reassigned": 0.0}
 """How often a part is drawn, where less often than the others."""
 _BEGINS = 0.1
 """How often a collective sets the environment up."""
-_ADDED, _OFTEN = {"added": "transposed", "narrowed": "narrow"}, 0.08
+_ADDED, _OFTEN = {"added": "transposed", "narrowed": "narrow", "assigned": "reassigned"}, 0.08
 """What is added to parts, and how often: by chances of its own, so that seeds go on drawing what they have drawn."""
 _WRITTEN = {*SQUARE.values(), *(f"{name}={value}" for name, values in OPTIONS.items() for value in values)}
 

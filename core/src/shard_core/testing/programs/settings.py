@@ -48,7 +48,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "shard_param_on_dim_0": ("True", "False"),
     "disable_reshard_on_root": ("False",),
     "tensor_parallel_size": ("2",),
-    "plan": ("{}",),
+    "plan": ("{}", "{'head': 'rowwise_split_input'}"),
+    "parallelize_fn": (
+        "lambda module, mesh: torch.distributed.tensor.parallel.parallelize_module(module, mesh, {'head': "
+        "torch.distributed.tensor.parallel.RowwiseParallel(input_layouts=torch.distributed.tensor.Replicate())})",
+    ),
     "check_batches": ("False",),
 }
 _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": ("stage", 3)}
@@ -59,6 +63,7 @@ APART = {
     "reshard_after_forward": "sharding_strategy",
     "auto_wrap_policy": "unit_bytes",
     "activation_checkpointing_policy": "activation_checkpointing",
+    "parallelize_fn": "plan",
 }
 """Options that a strategy refuses beside another."""
 SQUARE = {"tensor_parallel_size": "tensor_parallel_size=2", "device_mesh": "device_mesh=('auto', 2)"}

@@ -36,7 +36,7 @@ PLAN = {
 }
 PARTS: dict[str, Callable[[], nn.Module]] = {"linear": Linear, **LAYERS, **PARAMETERS, **HOOKS}
 """The parts by name."""
-WRITING = ("clamped",)
+WRITING = ("clamped", "reassigned")
 """Parts whose forwards write to their parameters."""
 SKIPPING = ("extra", "spare")
 """Parts with parameters that some losses, or all, do not reach."""

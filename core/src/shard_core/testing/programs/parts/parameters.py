@@ -188,6 +188,15 @@ class _Clamped(Linear):
         return super().forward(hidden, tokens)
 
 
+class _Reassigned(Linear):
+    """A layer whose forward assigns its weight other data before it computes with it, as code that keeps norms does."""
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.layer.weight
+        weight.data = weight.data.clamp(-0.25, 0.25) * (0.98 if self.training else 1.0)
+        return super().forward(hidden, tokens)
+
+
 class _Transposed(Linear):
     """A layer whose weight is not contiguous, as what is read from another framework's files, or transposed."""
 
@@ -235,6 +244,7 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "weighed": _Weighed,
     "clamped": _Clamped,
     "wide": _Wide,
+    "reassigned": _Reassigned,
     "transposed": _Transposed,
     "narrow": _Narrow,
 }

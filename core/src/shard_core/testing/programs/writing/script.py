@@ -39,6 +39,8 @@ _TAIL = """\
 if __name__ == "__main__":  # {commands}
     {call}()
 """
+_MODULES = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+"""The modules that options name and ``import torch`` may leave out."""
 _COMPILED = {
     "before": "{name} = torch.compile({name}, backend='aot_eager')",
     "in place": "{name}.compile(backend='aot_eager')",
@@ -80,7 +82,8 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
     commands = [
         f"shard run --nproc-per-node {each.world_size} this_file.py{f' {each.entry}' * several}" for each in parts
     ]
-    more = "import torch.distributed.fsdp\n" * any("torch.distributed.fsdp" in option for option in program.options)
+    named = [name for name in _MODULES if any(name in option for option in program.options)]
+    more = "".join(f"import {name}\n" for name in named)
     more += "from torch.distributed.fsdp.wrap import wrap\n" * program.wrapped
     tries = any(isinstance(each, ops.Attempt) for each in program.operations)
     needed = ["Stubborn"] * (STUBBORN in everything(program)) + ["refused"] * tries

@@ -27,6 +27,8 @@ Lines = tuple[list[str], list[str]]
 _CONTEXTS = {"no_grad": "torch.no_grad()", "inference": "torch.inference_mode()"}
 _CASTS = {"bf16-true": ", cast=True"}  # some strategies step float32 copies, and save these
 _CONTEXTS |= {"failed": "failing()", "failed evaluation": "failing(), torch.no_grad()"}
+_EUCLIDEAN = 2.0
+"""The kind of norm that is not named: torch and strategies clip by it unless told otherwise."""
 
 
 @functools.singledispatch
@@ -43,9 +45,9 @@ def _(operation: ops.Evaluate, *_: object) -> Lines:
 
 @statements.register(ops.ClipNorm)
 def _(operation: ops.ClipNorm, program: Program, *_: object) -> Lines:
-    kind = 'float("inf")' if math.isinf(operation.norm_type) else operation.norm_type
-    more = "" if operation.finite else ", error_if_nonfinite=False"
-    call = f"strategy.clip_gradients_norm({owned(program, operation.optimizer)}, {operation.max_norm}, {kind}{more})"
+    kind = ', float("inf")' if math.isinf(operation.norm_type) else f", {operation.norm_type}"
+    more = ("" if operation.norm_type == _EUCLIDEAN else kind) + ", error_if_nonfinite=False" * (not operation.finite)
+    call = f"strategy.clip_gradients_norm({owned(program, operation.optimizer)}, {operation.max_norm}{more})"
     name, call = ("failed", f"fails(lambda: {call})") if operation.fails else ("norm", call)
     return [f"{name} = {call}"], [f"{name}={name}"]
 
