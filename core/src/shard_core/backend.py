@@ -48,7 +48,7 @@ from shard_core.initialization.meta import initialise, needs_values
 from shard_core.initialization.recording import Recording, is_recorded, record
 from shard_core.launcher.interface import Launcher, ProcessInfo
 from shard_core.mesh import DataRanks
-from shard_core.optim.kernels import fast_step
+from shard_core.optim.kernels import fast_step, inside_step
 from shard_core.optim.local_step import local_step
 from shard_core.optim.owned_step import owned_step
 from shard_core.parameters import (
@@ -139,6 +139,7 @@ __all__ = [
     "ignored_parameters",
     "initialise",
     "inside_objects",
+    "inside_step",
     "is_compiled",
     "is_recorded",
     "laid_out_like",

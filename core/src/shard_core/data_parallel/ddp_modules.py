@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shard_core._versions import in_backward
 from shard_core.data.transfer import move
 from shard_core.data_parallel.accumulation_nodes import AccumulationNodes
 from shard_core.data_parallel.buffers import send_before_forward, send_buffers, sends_no_buffers
@@ -131,8 +132,13 @@ class DDPModules:
             optimizer: One over parameters of these modules.
 
         Raises:
-            SetupError: If one is: the last backward stood inside the wrapper's own ``no_sync``.
+            SetupError: If one is: the last backward stood inside the wrapper's own ``no_sync``, or has not ended.
         """
+        if in_backward() and dist.get_world_size() > 1:
+            raise SetupError(
+                "gradients were to be clipped or stepped with inside a backward, by a hook on them, when they are yet "
+                "to be averaged over ranks; do so after it, or train under 'fsdp', whose gradients are averaged then."
+            )
         waiting = [replica for replica in self._replicas.values() if replica.waits]
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]} if waiting else set()
         if any(not held.isdisjoint(replica.parameters) for replica in waiting):

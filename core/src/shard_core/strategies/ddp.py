@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.state.tensor_state import TensorState
@@ -74,11 +74,9 @@ class DDPStrategy(TorchEngine, Strategy):
         self._ddp.check_averaged(optimizer)
         return super().engine_gradients(optimizer)
 
-    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
-        """Step the optimizer; no gradient may have been left on its rank."""
-        if closure is None:
-            self._ddp.check_averaged(optimizer)
-        super().engine_step(optimizer, closure, **kwargs)
+    def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse gradients that were left on their rank, and those of a backward that has yet to average."""
+        self._ddp.check_averaged(optimizer)
 
     def engine_teardown(self) -> None:
         """Remove the hooks from parameters, and drop what holds the modules: it cannot travel to other ranks."""

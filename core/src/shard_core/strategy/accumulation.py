@@ -13,11 +13,12 @@ from shard_core.gradients import LocalGradient, all_finite, are_alike, local_gra
 from shard_core.optim.kernels import zeroing_one_by_one
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from shard_core.collectives.interface import Collectives
     from shard_core.mesh import DataRanks
     from shard_core.precision.scaler import GradientScaler
+    from shard_core.strategy.registry import SetUpModule
 
 
 _ZERO_GRAD = "zero_grad"
@@ -32,11 +33,13 @@ class Accumulation:
     Attributes:
         by_backward: Whether a backward of the strategy has run since the gradients began anew, of whichever module.
         followed: Whether ``note_plain`` is told of gradients that come past those.
+        shared: Whether its optimizer steps parameters of several modules.
     """
 
     def __init__(self) -> None:
         self.by_backward = False
-        self.followed = False
+        self.followed = self.shared = False
+        self._through: Collection[int] = ()
         self._denominator: torch.Tensor | None = None
         self._loss_scale = 1.0
         self._backwards = 0
@@ -61,12 +64,15 @@ class Accumulation:
         """What the losses were multiplied by whose gradients are yet to be unscaled; None if there are none."""
         return self._loss_scale if self._backwards and not self._final else None
 
-    def check_adds_up(self, denominator: float | torch.Tensor | None, *, scaled: bool) -> None:
+    def check_adds_up(
+        self, denominator: float | torch.Tensor | None, *, scaled: bool, through: Collection[int]
+    ) -> None:
         """Check that a backward's gradients add up with those that are there, before it begins.
 
         Args:
             denominator: What the loss of this micro-batch is a sum over, on this rank.
             scaled: Whether the loss is to be multiplied by a gradient scaler's factor.
+            through: The identities of those modules it comes through whose parameters the optimizer steps.
 
         Raises:
             SetupError: If the gradients were divided by denominators or unscaled already and not stepped since, or
@@ -85,14 +91,22 @@ class Accumulation:
                 "some micro-batches of this step have a denominator and some have none; pass denominator= "
                 "to every backward() of a step, or to none."
             )
+        if self._backwards and denominator is not None and self._through != through:
+            raise SetupError(
+                "losses with denominators come through different modules whose parameters one optimizer steps, and "
+                "their gradients would all be divided by the sum of these denominators; divide such losses yourself, "
+                "or give each module an optimizer of its own."
+            )
 
-    def add(self, denominator: float | torch.Tensor | None, loss_scale: float) -> None:
+    def add(self, denominator: float | torch.Tensor | None, loss_scale: float, through: Collection[int] = ()) -> None:
         """Record one backward.
 
         Args:
             denominator: As ``check_adds_up`` takes it.
             loss_scale: What the loss was multiplied by.
+            through: As ``check_adds_up`` takes it.
         """
+        self._through = through
         self._backwards += 1
         self._final = False
         self._loss_scale = loss_scale
@@ -138,6 +152,14 @@ class Accumulation:
         if scaler is not None:
             self._finite = not collectives.any_true(not all_finite(gradients()))
         return self._finite
+
+    def note_final(self, *, finite: bool) -> None:
+        """Record that another optimizer over the same parameters has made their gradients final.
+
+        Args:
+            finite: Whether every gradient on every rank is finite.
+        """
+        self._final, self._finite = True, finite
 
     def factor(self, collectives: Collectives, data: DataRanks) -> float:
         """Return what the gradients are still to be multiplied by; every rank calls this.
@@ -207,7 +229,7 @@ class Accumulation:
         Args:
             parameters: Whose gradients.
         """
-        self._shown = _has_gradients(parameters)
+        self._shown = has_gradients(parameters)
 
     def reset_if_discarded(self, parameters: Iterable[torch.Tensor]) -> None:
         """Reset if the gradients of earlier backwards were to be seen, or clipped, and are gone without a step.
@@ -215,7 +237,7 @@ class Accumulation:
         Args:
             parameters: Whose gradients.
         """
-        if (self._shown or self._final or self._past) and not _has_gradients(parameters):
+        if (self._shown or self._final or self._past) and not has_gradients(parameters):
             self.reset()
 
     def reset(self) -> None:
@@ -236,7 +258,63 @@ class Accumulation:
         self._stepped = True
 
 
-def _has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """List what an optimizer steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def note_guests(modules: Sequence[SetUpModule]) -> None:
+    """Note which optimizers were given groups of other modules' parameters, whose gradients count for them, too.
+
+    Args:
+        modules: All that were set up.
+
+    Raises:
+        SetupError: If such gradients wait to be divided by denominators, or unscaled, as the module's own.
+    """
+    if len(modules) == 1:
+        return
+    for known in modules:
+        for optimizer, accumulation in known.optimizers.items():
+            strange = set(stepped_by(optimizer)) - known.known
+            for other in modules if strange else ():
+                if other is known or optimizer in other.guests or strange.isdisjoint(other.known):
+                    continue
+                if other.waits:
+                    raise SetupError(
+                        "an optimizer was given parameters of another module while their gradients are yet to be "
+                        "divided by denominators or unscaled; call add_param_group() before the first backward of a "
+                        "step."
+                    )
+                other.guests[optimizer], accumulation.shared = accumulation, True
+
+
+def twins(optimizer: torch.optim.Optimizer, modules: Iterable[SetUpModule]) -> list[Accumulation]:
+    """List what gradients still need for other optimizers over the same parameters, which become final with them.
+
+    Args:
+        optimizer: Whose gradients are about to become final.
+        modules: All that were set up.
+
+    Raises:
+        SetupError: If another steps only some of them: the others would be divided, or unscaled, once more.
+    """
+    mine, found = set(stepped_by(optimizer)), []
+    for known in modules:
+        for other, accumulation in known.optimizers.items():
+            theirs = set(stepped_by(other)) if other is not optimizer else set()
+            if mine == theirs:
+                found.append(accumulation)
+            elif not mine.isdisjoint(theirs):
+                raise SetupError(
+                    "two optimizers step some parameters both, and others not, so that gradients would be divided by "
+                    "denominators, or unscaled, once for each; give them the same parameters, or none in common."
+                )
+    return found
+
+
+def has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether any of some parameters has a gradient."""
     return any(parameter.grad is not None for parameter in parameters)
 
 

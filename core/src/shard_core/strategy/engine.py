@@ -35,9 +35,9 @@ class Engine(abc.ABC):
     ``engine_seed``; then per module ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an
     optimizer that comes later, ``engine_lay_out_state`` when users load the state of one; per step
     ``engine_defers_sync``, ``engine_no_sync``, ``engine_follow_gradients``, ``engine_backward``,
-    ``engine_on_gradient``, ``engine_gradients``, ``engine_look`` and ``engine_step``; ``engine_state`` to save and
-    load; ``engine_flat_parts``, ``engine_copy`` and ``engine_publish_parts`` to keep averages of weights;
-    ``engine_teardown`` at the end. Arguments were checked before.
+    ``engine_on_gradient``, ``engine_check_averaged``, ``engine_gradients``, ``engine_look`` and ``engine_step``;
+    ``engine_state`` to save and load; ``engine_flat_parts``, ``engine_copy`` and ``engine_publish_parts`` to keep
+    averages of weights; ``engine_teardown`` at the end. Arguments were checked before.
     ``engine_worth_trying`` stands apart: nothing has been started then.
 
     Seven members may exchange messages between ranks, because core calls them on every rank in the same order, or on
@@ -257,6 +257,18 @@ class Engine(abc.ABC):
 
         Args:
             optimizer: One that was set up, or a stand-in over a module's parameters as they are.
+        """
+
+    def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - for engines that defer
+        """Check that no gradient of an optimizer waits to be averaged over ranks, or is one rank's alone just now.
+
+        Called before gradients are made final, by clipping, a step or the end of a closure. Must not communicate.
+
+        Args:
+            optimizer: One that was set up.
+
+        Raises:
+            SetupError: If one does, on every rank.
         """
 
     def engine_look(self, value: torch.Tensor) -> bool:

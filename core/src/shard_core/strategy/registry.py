@@ -12,7 +12,7 @@ from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.errors import InvalidOption, SetupError
 from shard_core.gradients import is_differentiable
 from shard_core.parameters import plain_name
-from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
+from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad, has_gradients, stepped_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +45,7 @@ class SetUpModule:
         layer_calls: How its parts ran before setup.
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
+        guests: Those of other modules that were given groups of its parameters.
         hooks: Those on its parameters and the optimizers, and on what draws values anew.
         routed: What brings each optimizer's ``step`` to the strategy.
         rescaled: Its embeddings with ``max_norm``.
@@ -55,6 +56,7 @@ class SetUpModule:
         sparse_embeddings: Its embeddings made with ``sparse=True``, where the engine has dense gradients alone.
         known: The parameters that setup has left in it, and those of its optimizers; held, for what is freed leaves
             its identity to what comes after.
+        accepted: Those of other modules that its optimizers step.
         inside_no_sync: Whether ``no_backward_sync`` is entered just now.
         last_inside: Whether the last backward, of whichever module, stood inside, so that no step may follow, whatever
             the engine deferred.
@@ -78,14 +80,16 @@ class SetUpModule:
     frozen: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     sparse_embeddings: DenseEmbeddingGradients | None = None
     known: set[torch.Tensor] = dataclasses.field(default_factory=set)
+    accepted: set[torch.Tensor] = dataclasses.field(default_factory=set)
+    guests: dict[torch.optim.Optimizer, Accumulation] = dataclasses.field(default_factory=dict)
     inside_no_sync: bool = False
     last_inside: bool = False
 
     def accumulations(self) -> Iterator[tuple[list[torch.Tensor], Accumulation]]:
         """Yield parameters and what their gradients still need: each optimizer's, or else the module's."""
-        for optimizer, accumulation in self.optimizers.items():
-            yield [parameter for group in optimizer.param_groups for parameter in group["params"]], accumulation
-        if not self.optimizers:
+        for optimizer, accumulation in (*self.optimizers.items(), *self.guests.items()):
+            yield stepped_by(optimizer), accumulation
+        if not self.optimizers and not self.guests:
             yield list(self.module.parameters()), self.unstepped
 
     @property
@@ -94,9 +98,22 @@ class SetUpModule:
         return any(accumulation.waits for _, accumulation in self.accumulations())
 
     def note_zeroed(self) -> None:
-        """Forget what the module's gradients still needed: they begin anew."""
-        for _, accumulation in self.accumulations():
-            accumulation.reset()
+        """Forget what the module's gradients still needed: they begin anew, unless others are there beside them."""
+        for parameters, accumulation in self.accumulations():
+            if not accumulation.shared or not has_gradients(parameters):
+                accumulation.reset()
+
+    def check_zeroes_all(self) -> None:
+        """Check that gradients of other modules do not wait together with the module's, which are about to be zeroed.
+
+        Raises:
+            SetupError: If some do: all are divided by the same denominators, which would go.
+        """
+        if any(accumulation.shared and accumulation.waits for _, accumulation in self.accumulations()):
+            raise SetupError(
+                "zero_grad() of one module while gradients of another, which the same optimizer steps, are yet to be "
+                "divided by denominators or unscaled; call optimizer.zero_grad(), which zeroes both."
+            )
 
     def note_gradients(
         self, on_plain_gradient: Callable[[torch.Tensor, Callable[[], None]], RemovableHandle | None]
@@ -157,10 +174,10 @@ class SetUpModule:
         Raises:
             SetupError: If it does: the gradient of such a parameter is that of one rank.
         """
-        stepped = [each for group in optimizer.param_groups for each in group["params"] if each not in self.known]
+        stepped = [each for each in stepped_by(optimizer) if each not in self.known and each not in self.accepted]
         if not stepped:
             return
-        ours = {each: name for name, each in self.module.named_parameters()}
+        ours: dict[torch.Tensor, str] = {each: name for name, each in self.module.named_parameters()}
         new = [ours[each] for each in stepped if each in ours]
         if new:
             raise SetupError(
@@ -174,7 +191,7 @@ class SetUpModule:
                 "gradient would be that of each rank alone, and ranks would drift apart; register it in the module "
                 "before setup, as an attribute or in an nn.ParameterList, not in a plain list."
             )
-        self.known.update(stepped)
+        self.accepted.update(stepped)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that one of the module's optimizers steps, and what that trains.
@@ -286,6 +303,15 @@ class Registry:
             f"this {type(optimizer).__name__} holds parameters of no module that was set up; "
             "call setup_module() for the module first."
         )
+
+    def check_new(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer was not set up before.
+
+        Raises:
+            SetupError: If it was.
+        """
+        if any(optimizer in known.optimizers for known in self._modules):
+            raise SetupError(f"this {type(optimizer).__name__} was set up already; go on with it as it is.")
 
     def leave_abandoned(self) -> None:
         """Leave the precision's context of forwards that a ``KeyboardInterrupt`` has ended."""

@@ -126,6 +126,7 @@ class StrategySetup(StrategyLifecycle):
             SetupError: If no module with its parameters was set up, or it has several groups of parameters whose
                 numbers of dims are not the user's just now.
         """
+        self._registry.check_new(optimizer)
         known = self._registry.holder(optimizer)
         if known.optimizers:
             self._require(Capability.MULTIPLE_OPTIMIZERS)
@@ -269,7 +270,7 @@ class StrategySetup(StrategyLifecycle):
             rescaled=rescaled,
         )
         for owner in dict.fromkeys((module, called)):
-            known.hooks.append(NotedZeroGrad(owner, known.note_zeroed))
+            known.hooks.append(NotedZeroGrad(owner, known.note_zeroed, known.check_zeroes_all))
         weakly = weakref.ref(module)  # an optimizer may outlive it
         for optimizer, accumulation in known.optimizers.items():
             # Gradients that users have put in the place of others are zeroed, too.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from shard_core.capability import Capability
 from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
 from shard_core.gradients import clip_norm, clip_values, total_norm
 from shard_core.options import check_names
+from shard_core.strategy.accumulation import note_guests, twins
 from shard_core.strategy.loss_graph import reached_by
 from shard_core.strategy.setup import StrategySetup
 
@@ -111,20 +111,12 @@ class StrategyStep(StrategySetup):
                     "is set up with it unfrozen",
                 )
         known.rescaled.check_frozen()
+        note_guests(list(self._registry))
         scaler = self.precision.scaler
         reached = [known, *self._also_reached(loss, known, denominator)]
         for each in reached:
             self.engine_follow_gradients(each.module)
-        for parameters, accumulation in itertools.chain.from_iterable(each.accumulations() for each in reached):
-            if denominator is not None or scaler is not None:
-                accumulation.check_zeroed(parameters, self.collectives)
-            accumulation.reset_if_discarded(parameters)
-        accumulations = [accumulation for each in reached for _, accumulation in each.accumulations()]
-        for accumulation in accumulations:
-            accumulation.check_adds_up(denominator, scaled=scaler is not None)
-        factor = _factor(scaler, accumulations) if scaler else 1.0
-        for accumulation in accumulations:
-            accumulation.add(denominator, factor)
+        factor = self._count(reached, denominator)
         self._registry.note_backward()
         self._in_backward = True
         try:
@@ -139,6 +131,24 @@ class StrategyStep(StrategySetup):
             self._in_backward = False
         for each in reached:
             each.note_gradients(self._on_plain_gradient)
+
+    def _count(self, reached: Sequence[SetUpModule], denominator: float | torch.Tensor | None) -> float:
+        """Count a backward for the optimizers over modules that a loss comes through; return what to multiply it by."""
+        scaler = self.precision.scaler
+        through: dict[Accumulation, set[int]] = {}  # hooks hold these, and are to hold no module
+        for each in reached:
+            for parameters, accumulation in each.accumulations():
+                if accumulation not in through:
+                    if denominator is not None or scaler is not None:
+                        accumulation.check_zeroed(parameters, self.collectives)
+                    accumulation.reset_if_discarded(parameters)
+                through.setdefault(accumulation, set()).add(id(each))
+        for accumulation, modules in through.items():
+            accumulation.check_adds_up(denominator, scaled=scaler is not None, through=modules)
+        factor = _factor(scaler, through) if scaler else 1.0
+        for accumulation, modules in through.items():
+            accumulation.add(denominator, factor, modules)
+        return factor
 
     def clip_gradients_norm(
         self,
@@ -202,7 +212,8 @@ class StrategyStep(StrategySetup):
 
         Args:
             optimizer: One that was set up.
-            closure: Evaluates the loss again: zeroes gradients, runs forward and ``backward``.
+            closure: Evaluates the loss again: zeroes gradients, runs forward and ``backward``. What it does not zero
+                adds up, as ever.
             kwargs: Passed to the optimizer.
 
         Returns:
@@ -231,7 +242,6 @@ class StrategyStep(StrategySetup):
             )
 
         def evaluate() -> Any:
-            known.optimizers[optimizer].reset()
             loss = closure()
             self._finish(optimizer)
             return loss
@@ -323,12 +333,18 @@ class StrategyStep(StrategySetup):
         """Compute the final values of an optimizer's gradients; return whether all are finite."""
         known = self._registry.owner(optimizer)
         known.check_averaged()
-        return known.optimizers[optimizer].finish(
+        self.engine_check_averaged(optimizer)
+        accumulation = known.optimizers[optimizer]
+        alike = twins(optimizer, self._registry) if accumulation.waits else []
+        finite = accumulation.finish(
             lambda: self.engine_gradients(optimizer), self.collectives, self._data, self.precision.scaler
         )
+        for each in alike:
+            each.note_final(finite=finite)
+        return finite
 
 
-def _factor(scaler: GradientScaler, accumulations: Sequence[Accumulation]) -> float:
+def _factor(scaler: GradientScaler, accumulations: Iterable[Accumulation]) -> float:
     """Return what to multiply a loss by: as earlier losses whose gradients it adds to, though a step has changed that.
 
     Raises:

@@ -17,6 +17,7 @@ from shard_core.backend import (
     LocalGradient,
     check_used_alike,
     fast_step,
+    inside_step,
     make_contiguous,
     prepare_layers,
     send_values,
@@ -237,13 +238,25 @@ class DeepSpeedStrategy(Strategy):
         self.collectives.barrier(f"the norm of the gradient of {name!r}")
         return total_norm([LocalGradient(gradient, (dist.group.WORLD,))], norm_type, self.collectives)
 
+    def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse gradients that wait on their rank."""
+        for zero in self._stepped_by(optimizer):
+            zero.check_averaged(optimizer)
+
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
-        """Step this rank's parts and bring them to all ranks."""
+        """Step this rank's parts and bring them to all ranks, inside of all hooks on the step, which see the module."""
         modules = self._stepped_by(optimizer)
-        for zero in modules:
-            zero.copy_writes()
-            if closure is None:
-                zero.check_averaged(optimizer)
+        stepped: list[ZeroModule] = []
+
+        def enter(*_: object) -> None:
+            for zero in modules:
+                zero.copy_writes()
+                zero.follow_gradients()
+            stepped.extend(modules)
+
+        def leave(*_: object) -> None:
+            while stepped:
+                stepped.pop().publish()
 
         def evaluate() -> Any:
             assert closure is not None
@@ -255,10 +268,11 @@ class DeepSpeedStrategy(Strategy):
                 zero.follow_gradients()
             return loss
 
-        with fast_step(optimizer, self.root_device) if closure is None else contextlib.nullcontext():
+        with (
+            inside_step(optimizer, enter, leave),
+            fast_step(optimizer, self.root_device) if closure is None else contextlib.nullcontext(),
+        ):
             optimizer.step(evaluate if closure else None, **kwargs)
-        for zero in modules:
-            zero.publish()
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> list[ZeroModule]:
         """List the modules an optimizer steps, everything that users may have done to either since taken in."""

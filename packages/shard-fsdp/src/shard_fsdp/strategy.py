@@ -129,10 +129,12 @@ class FSDPStrategy(TorchEngine, Strategy):
         self._sharding.check_sent(optimizer)
         return super().engine_gradients(optimizer)
 
+    def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse gradients that wait on their rank."""
+        self._sharding.check_sent(optimizer)
+
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer; no unit goes on with what it gathered before."""
-        if closure is None:
-            self._sharding.check_sent(optimizer)
         self._sharding.reshard()
         super().engine_step(optimizer, closure, **kwargs)
 

@@ -119,10 +119,12 @@ class TPStrategy(TorchEngine, Strategy):
         self._sharding.check_sent(optimizer)
         return super().engine_gradients(optimizer)
 
+    def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse gradients that wait on their rank."""
+        self._sharding.check_sent(optimizer)
+
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step the optimizer; the first time, see that what is whole in a group has one gradient there."""
-        if closure is None:
-            self._sharding.check_sent(optimizer)
         self._sharding.reshard()
         if closure is None and optimizer not in self._trusted and self._tensor_mesh.size() > 1:
             self._consistency.check_gradients(self._named_gradients(optimizer))

@@ -318,13 +318,13 @@ class ZeroModule:
             )
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Return this rank's parts of the gradients an optimizer will step with."""
+        """Return this rank's parts of the gradients of this module an optimizer will step with."""
         over = (dist.group.WORLD,) if int(self.engine.zero_optimization_stage()) else ()
         return [
             LocalGradient(tensor.grad, over)
             for group in optimizer.param_groups
             for tensor in group["params"]
-            if tensor.grad is not None
+            if id(tensor) in self._stepped and tensor.grad is not None
         ]
 
     @torch.no_grad()

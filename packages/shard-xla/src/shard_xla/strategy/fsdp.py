@@ -185,11 +185,15 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         for hooks in self._hooks():
             hooks.drop_unfinished()
 
-    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Return this rank's ranges of the gradients; their padding is zero."""
+    def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse gradients that wait on their rank."""
         for hooks in self._hooks():
             hooks.check_sent(optimizer)
         self._check_scaled()
+
+    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
+        """Return this rank's ranges of the gradients; their padding is zero."""
+        self.engine_check_averaged(optimizer)
         return [
             LocalGradient(parameter.grad, (dist.group.WORLD,))
             for group in optimizer.param_groups
@@ -220,10 +224,6 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
         import torch_xla
 
         check_stale_parameters(self.info.name, optimizer, self._sharded)
-        for hooks in self._hooks() if closure is None else ():
-            hooks.check_sent(optimizer)
-        if closure is None:
-            self._check_scaled()
         with stepping_lists(optimizer):
             optimizer.step(closure, **kwargs)
         self._note_gradients(stepped=True)
