@@ -16,7 +16,7 @@ from shard_core.testing.programs.situation import MEANS, Situation
 from shard_core.testing.programs.vocabulary import FLAGS, PREMATURE, VARIANTS, drawn_ways
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shard_core.plugins.info import StrategyInfo
     from shard_core.testing.programs.operations import Operation
@@ -38,6 +38,8 @@ _TAKES_NOTHING = 0.15
 """How often an object takes nothing of a checkpoint that is loaded."""
 _PREMATURE = 0.5
 """How often what has to wait for a backward is tried before it."""
+_ALONE = 0.1
+"""How often a block that is not always called is by the first data rank alone."""
 _OVERFLOWS = 0.05
 """How many steps are thrown away, since their gradients have no finite norm."""
 
@@ -92,7 +94,17 @@ def draw(
                 operations.append(operation)
             else:
                 break
+    for closing in _closing(program):
+        if situation.allows(closing):
+            situation.follow(closing)
+            operations.append(closing)
     return dataclasses.replace(program, operations=tuple(operations))
+
+
+def _closing(program: Program) -> Iterator[Operation]:
+    """Yield what shows the gradients of the last backwards, and what comes of them."""
+    yield from (ops.ShowGradients(module=number) for number in range(len(program.models)))
+    yield from (ops.Step(optimizer=number) for number in range(len(program.optimizers)))
 
 
 def _varied(operation: Operation, situation: Situation, chance: random.Random) -> Operation:
@@ -205,7 +217,7 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         denominator=denominator,
         deferred=how != "accumulated" and chance.random() < 0.25,
         extra=extra,
-        alone=extra and runs_alone(program, how) and chance.random() < 0.1,
+        alone=extra and runs_alone(program, how) and chance.random() < _ALONE,
     )
 
 
