@@ -235,8 +235,8 @@ def test_a_defect_is_shrunk_printed_and_written(doubtful, tmp_path):
     (file,) = tmp_path.glob("program-doubtful-*.json")
     program = from_json(file.read_text())
     assert len(program.operations) <= 3
-    assert f"run it again with --replay {file.name}" in done.stdout
-    assert "def main(show=print, folder='checkpoints'):" in done.stdout
+    assert f"--replay {file.name} runs it again" in done.stdout
+    assert "def main(show=print_shown, folder='checkpoints'):" in done.stdout
     done = kit("doubtful", "--replay", file.name, "--json", folder=tmp_path, **doubtful)
     assert (done.returncode, json.loads(done.stdout)["verdict"]) == (1, "defect")
     done = kit("single", "--replay", file.name, folder=tmp_path, **doubtful)

@@ -204,7 +204,8 @@ class StrategyCollectives(StrategyStep):
         if group == DATA_AXIS:
             return None  # without that axis every rank sees data of its own
         there = tuple(dict.fromkeys((DATA_AXIS, *axes)))
-        hint = nearest(group, there) or "."
+        is_op = group in ("sum", "mean", "avg", "max", "min", "product")
+        hint = f"; for a reduction give reduce_op={group!r}." if is_op else nearest(group, there) or "."
         raise CollectiveError(
             f"strategy {self.info.name!r} has no mesh axis {group!r}{hint} Its axes are: {', '.join(there)}."
         )

@@ -279,7 +279,10 @@ class Registry:
             SetupError: If it was set up with none.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InvalidOption(f"optimizer is a {type(optimizer).__name__}; give the torch optimizer first.")
+            raise InvalidOption(
+                f"optimizer is of type {type(optimizer).__name__}; give one torch optimizer, of the list that setup "
+                "returned: model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])."
+            )
         for known in self._modules:
             if optimizer in known.optimizers:
                 return known

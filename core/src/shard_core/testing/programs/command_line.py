@@ -209,11 +209,11 @@ def _print(report: Report, file: str | None) -> None:
         table.add_row(name, f"{share.share:.0%}, {share.seen} of {share.of}")
     table.add_row("median length", f"{report.median_length:g} operations")
     table.add_row("programs per second", f"{report.programs_per_second:.2f}")
-    table.add_row("without compiling and files", f"{report.in_memory_per_second:.2f}")
+    table.add_row("of those without compiling and files", f"{report.in_memory_per_second:.2f}")
     if report.growth is not None:
         grows = ", which grows without end" * report.grows
         table.add_row("memory kept", f"{report.growth / 1024:.0f} KiB a program{grows}")
-    table.add_row("goes on under", ", ".join(report.others) or "itself alone")
+    table.add_row("checkpoints also loaded under", ", ".join(report.others) or "itself alone")
     console.print(table)
     if report.refusals:
         reasons = Table("refused", "by", "because", box=box.SIMPLE_HEAD)
@@ -222,7 +222,7 @@ def _print(report: Report, file: str | None) -> None:
         console.print(reasons)
     if report.defect:
         _explain(report.defect, file)
-    kept = f", {report.kept} of them kept from before" * bool(report.kept)
+    kept = f", {report.kept} of them regression programs that come with the kit" * bool(report.kept)
     ranks = f"{report.world_size} rank{'s' * (report.world_size != 1)}"
     found = "a defect" if report.defect or report.grows else "no defect"
     summed = f"{report.count} program{'s' * (report.count != 1)}{kept}, {found}"
@@ -236,4 +236,7 @@ def _explain(defect: Defect, file: str | None) -> None:
     click.echo(f"{defect.origin} shows a defect: {defect.judgement.symptom}")
     click.echo(f"{defect.judgement.text.rstrip()}\n\n{defect.script}")
     click.echo(f"It was shrunk from {len(defect.drawn.operations)} to {len(defect.program.operations)} operations.")
-    click.echo(f"Its program is in {file}; run it again with --replay {file}.\n")
+    click.echo(
+        f"Its program is in {file}: python -m shard_core.testing {defect.program.strategy} --replay {file} runs it "
+        "again, and with another strategy's name shows whose defect it is. No further program was run.\n"
+    )

@@ -134,13 +134,16 @@ class ManualWrites:
     @torch.no_grad()
     def _keep(self, submodule: torch.nn.Module, *_: object) -> None:
         for each in self._of(submodule):
-            parameter = each.parameter
-            if each.lost or _versions.is_away(parameter) or parameter._version == each.published[0]:
+            parameter, values = each.parameter, each.part.values
+            counted = parameter._version != each.published[0]
+            if each.lost or _versions.is_away(parameter) or not (counted or parameter.device == values.device):
                 continue
             own = self._layout.beside(parameter, each.part, strayed=False)
             if own is not None:
-                _take(own, each.part.values)
-            each.published = each.written()
+                # Data that a forward assigns is not counted; looking whether it did would have the host wait.
+                _take(own, values if counted else values.data)
+            if counted:
+                each.published = each.written()
 
 
 def _take(written: torch.Tensor, values: torch.Tensor) -> None:

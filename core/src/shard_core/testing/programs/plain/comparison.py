@@ -43,6 +43,9 @@ _BY_EACH_RANK = (
 )
 
 
+_DRAWN = "is in another state than in plain PyTorch: other, more or fewer numbers were drawn from it"
+
+
 def first_difference(
     shown: Values,
     truth: Values,
@@ -78,11 +81,8 @@ def first_difference(
             continue  # likewise: whether two infinities met in a sum is the kernel's
         far = distance(found[key], value, near * _LARGEST / max(BOUNDS[kind], 1e-30) if kind != "norm" else 0.0)
         if not far <= bound:
-            return (
-                key,
-                f"is {_short(found[key])}, in plain PyTorch {_short(value)}: off by {far:.1e}, allowed {bound:.1e}",
-                far / bound if bound else math.inf,
-            )
+            said = f"is {_short(found[key])}, in plain PyTorch {_short(value)}: off by {far:.1e}, allowed {bound:.1e}"
+            return key, _DRAWN if kind == "generator" else said, far / bound if bound else math.inf
     for key in found:
         if key not in true:
             return key, f"is shown, {_short(found[key])}, and plain PyTorch has none", math.inf
