@@ -15,7 +15,7 @@ class TestStage3(Conformance):
     strategy = "deepspeed_stage_3"
     options = {"param_persistence_threshold": 0}  # else nothing in the kit is large enough to be sharded
     world_sizes = (2,)
-    known_failures = {"assigned_data_counts": _AWAY, "data_written_in_forward_count": _AWAY}
+    known_failures = {"assigned_data_counts": _AWAY}
 
 
 @pytest.mark.long
@@ -23,7 +23,7 @@ class TestStage3AtOtherSizes(Conformance):
     strategy = "deepspeed_stage_3"
     options = {"param_persistence_threshold": 0}
     world_sizes = (1, 3)
-    known_failures = {"assigned_data_counts": _AWAY, "data_written_in_forward_count": _AWAY}
+    known_failures = {"assigned_data_counts": _AWAY}
 
 
 @pytest.mark.long  # in every run it is held to plain PyTorch by random programs
