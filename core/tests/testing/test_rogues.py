@@ -75,6 +75,7 @@ ROGUES = {
     "takes_assigned_gradients": Fault("assigned_gradients_are_averaged_or_refused"),
     "keeps_half_of_a_backward": Fault("interrupted_backwards_leave_nothing"),
     "keeps_what_a_failed_forward_gathered": Fault("failed_forwards_leave_nothing"),
+    "hooks_see_old_weights": Fault("hooks_on_steps_count"),
     "takes_strays": Fault("parameters_of_no_module_train_alike"),
     "forgets_writes": Fault("weights_written_in_forward_count"),
     "draws_from_its_own_seed": Fault("weights_can_be_drawn_anew"),

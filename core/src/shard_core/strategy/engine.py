@@ -40,10 +40,10 @@ class Engine(abc.ABC):
     averages of weights; ``engine_teardown`` at the end. Arguments were checked before.
     ``engine_worth_trying`` stands apart: nothing has been started then.
 
-    Seven members may exchange messages between ranks, because core calls them on every rank in the same order, or on
-    none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_gradients``,
-    ``engine_step`` and ``engine_publish_parts``. All others serve their rank alone. A member that refuses raises before
-    its first message, and on every rank.
+    Eight members may exchange messages between ranks, because core calls them on every rank in the same order, or on
+    none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_check_averaged``,
+    ``engine_gradients``, ``engine_step`` and ``engine_publish_parts``. All others serve their rank alone. A member that
+    refuses raises before its first message, and on every rank.
     """
 
     #: What is known of the strategy under the name it was asked for.
@@ -262,7 +262,7 @@ class Engine(abc.ABC):
     def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - for engines that defer
         """Check that no gradient of an optimizer waits to be averaged over ranks, or is one rank's alone just now.
 
-        Called before gradients are made final, by clipping, a step or the end of a closure. Must not communicate.
+        Called before gradients are made final, by clipping, a step or the end of a closure; may communicate.
 
         Args:
             optimizer: One that was set up.

@@ -41,6 +41,28 @@ class TakesAssignedGradients(Rogue):
         return self.inner.optimizer_step(optimizer, closure, **more)
 
 
+class HooksSeeOldWeights(Rogue):
+    """Brings what was stepped to the module once all hooks on the step have run."""
+
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **more: Any) -> bool:
+        hooks = dict(optimizer._optimizer_step_post_hooks)
+        optimizer._optimizer_step_post_hooks.clear()
+        before = [each.detach().clone() for each in parameters(optimizer)]
+        stepped = self.inner.optimizer_step(optimizer, closure, **more)
+        after = [each.detach().clone() for each in parameters(optimizer)]
+        optimizer._optimizer_step_post_hooks.update(hooks)
+        self._write(optimizer, before)
+        for hook in hooks.values():
+            hook(optimizer, (), {})
+        self._write(optimizer, after)
+        return stepped
+
+    @torch.no_grad()
+    def _write(self, optimizer: Any, values: list[torch.Tensor]) -> None:
+        for parameter, value in zip(parameters(optimizer), values, strict=True):
+            parameter.copy_(value)
+
+
 class KeepsHalfOfABackward(Rogue):
     """Leaves what an interrupted backward has made."""
 

@@ -70,7 +70,7 @@ FACTORIES = {
     ),
     **_at("custom_steps", "cuts_second_derivatives", "takes_assigned_gradients", "keeps_half_of_a_backward"),
     **_at("custom_steps", "keeps_what_a_failed_forward_gathered", "takes_strays", "counts_nothing_for_none"),
-    **_at("custom_steps", "forgets_writes", "draws_from_its_own_seed", "puts_its_own_back"),
+    **_at("custom_steps", "hooks_see_old_weights", "forgets_writes", "draws_from_its_own_seed", "puts_its_own_back"),
     **_at("replicating", "sends_nothing", "sends_parameters_only", "shows_its_own_buffers", "divides_sparse_twice"),
     **_at("replicating", "averages_the_named_alone"),
     **_at("collectives", "max_is_sum", "rank_dependent", "reduces_in_place", "reduces_nothing", "gathers_backwards"),

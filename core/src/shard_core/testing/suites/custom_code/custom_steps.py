@@ -86,6 +86,16 @@ class CustomSteps(Suite):
         """
         self._assert_trained(ranks, "free parameter")
 
+    @promise(after=("averages_gradients", "changes_by_hand_count"), every_size=False)
+    def test_hooks_on_steps_count(self, ranks: Ranks) -> None:
+        """Hooks on an optimizer's step may drop gradients before it, and see and change the weights after it.
+
+        Usual cause:
+            What the optimizer steps is brought to the module, or taken from it, outside of the hooks: these see each
+            rank's part, or the weights of before, and what they change is lost, or even the step.
+        """
+        self._assert_trained(ranks, "step hooks")
+
     @pytest.mark.parametrize("how", ["in place", "renormalised"])
     @promise(after=("averages_gradients",), every_size=False)
     def test_weights_written_in_forward_count(self, ranks: Ranks, how: str) -> None:
@@ -213,7 +223,10 @@ class _Loop:
 
     def prepare(self, what: str, number: int) -> None:
         """Do what is done between steps."""
-        if what == "free parameter" and number == 1:
+        if what == "step hooks" and number == 0:
+            self.optimizer.register_step_pre_hook(self._drop)
+            self.optimizer.register_step_post_hook(self._shrink)
+        elif what == "free parameter" and number == 1:
             self.optimizer.add_param_group({"params": [self.free]})
         elif what == "drawn anew" and number == 2:
             torch.manual_seed(7)
@@ -225,6 +238,16 @@ class _Loop:
             self.own.middle.weight = nn.Parameter(torch.full((8, 8), 0.1, device=self.free.device))
         elif what == "tied" and number == 2:
             self.own.first.bias = self.own.middle.bias
+
+    def _drop(self, *_: object) -> None:
+        dict(self.own.named_parameters())["last.bias"].grad = None
+
+    @torch.no_grad()
+    def _shrink(self, *_: object) -> None:
+        """Shrink weights by what they give for inputs that all ranks share."""
+        size = self.call(torch.ones(2, 6, device=self.free.device)).float().square().mean()
+        for parameter in self.own.parameters():
+            parameter.mul_(1 / (1 + 0.1 * float(size)))
 
     def loss(self, what: str, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute the loss of a step."""
