@@ -166,7 +166,8 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
         weights = [_RARE.get(part, 1.0) for part in PARTS]
         parts = tuple(dict.fromkeys(chance.choices(list(PARTS), weights, k=chance.randint(2, 5))))
         lots = {part: random.Random(f"{seed} {len(models)} {name}").random() for name, part in _ADDED.items()}
-        parts = (*parts, *(part for part, lot in lots.items() if lot < _OFTEN))
+        added = (part for part, lot in lots.items() if lot < _OFTEN)
+        parts = (*parts, *(part for part in added if part != "reassigned" or not own_kernels))
         models.append(ModelSpec(parts=parts, output=chance.choice(["tensor", "tuple", "dict", "object"])))
     two = several or (chance.random() < 0.2 and Capability.MULTIPLE_OPTIMIZERS in card.capabilities)
     # Torch's Adafactor divides by the number of elements.

@@ -144,7 +144,7 @@ LEFT_OUT = (
     "a part that writes to its weight in forward, where two forwards come before a backward, which autograd refuses, "
     "where its average is evaluated, and in bf16-true",
     "a part that writes in forward through a parameter's data, which torch does not count: fsdp looks for that in the "
-    "first forward of each part, and xla_fsdp never, as their pages say",
+    "first forward of each part, and xla_fsdp never, as their pages say, for which none assigns other data either",
     "values drawn anew by torch.nn.init in bf16-true, whose dtype is the engine's, on devices other than the CPU, and "
     "of models whose parameters are not laid out by rows: torch draws in the order of memory, which engines set",
     "gradients changed by a function of lists where some have no elements, or are of parameters that fsdp ignores: "
