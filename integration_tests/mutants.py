@@ -210,10 +210,10 @@ def _ledger(file: Path) -> dict[str, dict]:
 
 
 def _key(line: dict) -> str:
-    return f"{line['file']}:{line['start']}:{line['end']}:{line['text']}"
+    return f"{line['file']}: {line['said']} -> {line['text']}"
 
 
-def summary(lines: list[dict]) -> str:
+def summary(lines: list[dict], mutants: dict[str, Mutant]) -> str:
     """Return a table by place and by operator, and the survivors' diffs."""
     verdicts = ("found", "refuses", "survived", "not reached")
     rows = [f"{'':40}" + "".join(f"{each:>12}" for each in verdicts)]
@@ -225,8 +225,8 @@ def summary(lines: list[dict]) -> str:
         rows.append("")
     for line in lines:
         if line["verdict"] == "survived":
-            fields = {field.name: line[field.name] for field in dataclasses.fields(Mutant)}
-            rows.append(f"{line['file']}, {line['operator']}, {line['programs']} programs\n{Mutant(**fields).diff()}")
+            diff = mutants[_key(line)].diff()
+            rows.append(f"{line['file']}, {line['operator']}, {line['programs']} programs\n{diff}")
     return "\n".join(rows)
 
 
@@ -262,9 +262,9 @@ def main() -> None:
             judgements[key] = judged(mutant, fresh(mutant, given.fresh) if given.again and given.fresh else reaching)
             ledger.write(json.dumps(judgements[key]) + "\n")
             ledger.flush()
-    keys = [_key(dataclasses.asdict(each)) for each in chosen]
+    drawn_now = {_key(dataclasses.asdict(each)): each for each in chosen}
     print(f"{len(every) - len(chosen)} of {len(every)} are named in equivalent_mutants.json.")
-    print(summary([judgements[key] for key in keys if key in judgements]))
+    print(summary([judgements[key] for key in drawn_now if key in judgements], drawn_now))
 
 
 if __name__ == "__main__":

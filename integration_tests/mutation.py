@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import hashlib
 import json
-import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +58,7 @@ class Mutant:
         start: The first byte that is replaced.
         end: The first that is not.
         text: What stands there instead.
+        said: The line as it stands there.
     """
 
     file: str
@@ -66,6 +67,7 @@ class Mutant:
     start: int
     end: int
     text: str
+    said: str
 
     def applied(self) -> str:
         """Return the file with the change."""
@@ -75,7 +77,7 @@ class Mutant:
     @property
     def place(self) -> tuple[str, str, str]:
         """The file, its line as it stands there, and what replaces some of it: what moves with the code."""
-        return self.file, (ROOT / self.file).read_text().splitlines()[self.line - 1].strip(), self.text
+        return self.file, self.said, self.text
 
     def diff(self) -> str:
         """Return the change as a diff without context."""
@@ -91,11 +93,19 @@ def equivalent() -> dict[tuple[str, str, str], str]:
 
 
 def drawn(count: int, seed: int) -> list[Mutant]:
-    """Draw mutants from all there are; a larger count begins with those of a smaller one."""
+    """Draw mutants from all there are; a larger count begins with those of a smaller one.
+
+    Each has a lot of its own, so that what is changed elsewhere leaves it drawn or not, and ledgers go on.
+    """
     files = [file for place in TARGETS for file in _files(place) if str(file.relative_to(ROOT)) not in ELSEWHERE]
-    found = [mutant for file in files for mutant in mutants_of(file)]
-    random.Random(seed).shuffle(found)
-    return found[:count]
+    lots: dict[tuple[str, ...], Mutant] = {}
+    for mutant in (each for file in files for each in mutants_of(file)):
+        lots.setdefault(mutant.place, mutant)  # what stands twice is judged once
+    return sorted(lots.values(), key=lambda each: _lot(each, seed))[:count]
+
+
+def _lot(mutant: Mutant, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed} {mutant.place}".encode()).digest()
 
 
 def _files(place: str) -> list[Path]:
@@ -119,7 +129,9 @@ def mutants_of(file: Path) -> list[Mutant]:
         for operator, text in changes:
             start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
             name = str(file.relative_to(ROOT))
-            found.append(Mutant(file=name, operator=operator, line=node.lineno, start=start, end=end, text=text))
+            said = source[starts[node.lineno - 1] :].partition(b"\n")[0].decode().strip()
+            place = {"line": node.lineno, "start": start, "end": end, "said": said}
+            found.append(Mutant(file=name, operator=operator, text=text, **place))
     return found
 
 
