@@ -248,6 +248,42 @@ def test_what_cannot_be_right_is_refused(worlds: Any, name: str) -> None:
         assert "no_backward_sync" in waiting
 
 
+def trained_in_backward(name: str) -> Weights:
+    with get_strategy(name, accelerator="cpu") as strategy:
+        loop, (one, _) = Loop(strategy), modules()
+        model = loop.set_up(one, *(own := [momentum(each) for each in one.parameters()]))
+        _step_in_backwards(own)
+        for _ in range(3):
+            loop.backward(model, count=False)
+        return loop.weights(model)
+
+
+def _step_in_backwards(optimizers: list[optim.Optimizer]) -> None:
+    """Step each optimizer as soon as its parameter's gradient is there."""
+    own = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
+
+    def step(parameter: torch.Tensor) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def momentum(parameter: nn.Parameter) -> optim.Optimizer:
+    return optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
+def test_steps_inside_a_backward_are_plain_pytorchs(worlds: Any, name: str) -> None:
+    loop, (one, _) = PlainLoop(), modules()
+    _step_in_backwards([momentum(each) for each in one.parameters()])
+    for _ in range(3):
+        loop.backward(one)
+    for found in worlds(RANKS).run(trained_in_backward, name):
+        torch.testing.assert_close(found, loop.weights(one), rtol=1e-4, atol=1e-6)
+
+
 def stepped_in_backward() -> str:
     with get_strategy("ddp", accelerator="cpu") as strategy:
         loop, (one, _) = Loop(strategy), modules()
