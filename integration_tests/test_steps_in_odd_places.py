@@ -248,6 +248,26 @@ def test_what_cannot_be_right_is_refused(worlds: Any, name: str) -> None:
         assert "no_backward_sync" in waiting
 
 
+def stepped_without_setup(name: str) -> str:
+    with get_strategy(name, accelerator="cpu") as strategy:
+        loop, (one, _) = Loop(strategy), modules()
+        model = loop.set_up(one)
+        optimizer = sgd(loop.own(model))
+        loop.backward(model, count=False)
+        optimizer.step()  # as nothing is to be divided
+        optimizer.zero_grad()
+        loop.backward(model)
+        with pytest.raises(SetupError) as raised:
+            optimizer.step()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_an_optimizer_that_was_not_set_up_steps_nothing_that_waits(worlds: Any, name: str) -> None:
+    for said in worlds(RANKS).run(stepped_without_setup, name):
+        assert said.startswith("this SGD was not set up")
+
+
 def trained_in_backward(name: str) -> Weights:
     with get_strategy(name, accelerator="cpu") as strategy:
         loop, (one, _) = Loop(strategy), modules()

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from shard_core.errors import SetupError
 from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.initialization.recording import is_recorded
 
@@ -17,7 +19,16 @@ def send_values(module: nn.Module) -> None:
 
     Args:
         module: The same on every rank but for values; tensors that have none yet are left out.
+
+    Raises:
+        SetupError: If a parameter is spread over ranks already.
     """
+    spread = next((name for name, each in module.named_parameters() if isinstance(each, DTensor)), None)
+    if spread is not None and dist.get_world_size() > 1:
+        raise SetupError(
+            f"parameter {spread!r} is spread over ranks already, as another setup or torch's own functions leave it; "
+            "set up a module that is made anew, and give it the weights with load_checkpoint or load_weights."
+        )
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if not is_recorded(tensor) and dist.get_world_size() > 1:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core import get_strategy
+from shard_core import SetupError, get_strategy
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {"unit_bytes": 1}),
@@ -54,3 +54,18 @@ def tear_down(layout: str) -> tuple[float, bool]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_strategy_that_was_torn_down_lets_go_of_modules(worlds: Any, layout: str) -> None:
     assert worlds(2).run(tear_down, layout) == [(3.0, True)] * 2
+
+
+def set_up_again(layout: str) -> str:
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        module: nn.Module = strategy.unwrap(strategy.setup_module(Scaled()))
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        with pytest.raises(SetupError) as raised:
+            strategy.setup_module(module)
+        return str(raised.value)
+
+
+def test_what_is_sharded_is_not_set_up_again(worlds: Any) -> None:
+    for said in worlds(2).run(set_up_again, "fsdp"):
+        assert said.startswith("parameter 'layers.0.weight' is spread over ranks already")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.errors import InvalidOption, SetupError
@@ -240,6 +242,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._modules: list[SetUpModule] = []
+        self._guard: RemovableHandle | None = None
 
     def __len__(self) -> int:
         """Count the modules."""
@@ -252,6 +255,22 @@ class Registry:
     def add(self, module: SetUpModule) -> None:
         """Add a module."""
         self._modules.append(module)
+        if self._guard is None:
+            check = weakref.WeakMethod(self._check_set_up)  # torch holds it for as long as the process lives
+            self._guard = register_optimizer_step_pre_hook(
+                lambda optimizer, *_: found(optimizer) if (found := check()) else None
+            )
+
+    def _check_set_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step of an optimizer that was never set up, where it would take gradients that are not final."""
+        for known in self._modules:
+            waits = known.waits and optimizer not in (*known.optimizers, *known.guests)
+            if waits and not known.known.isdisjoint(stepped_by(optimizer)):
+                raise SetupError(
+                    f"this {type(optimizer).__name__} was not set up, and steps parameters whose gradients are yet to "
+                    "be divided by denominators or unscaled; pass it to setup_module_and_optimizers() with its module, "
+                    "or to setup_optimizer()."
+                )
 
     def find(self, module: nn.Module) -> SetUpModule | None:
         """Find a module by itself or by what the user calls."""
@@ -369,3 +388,6 @@ class Registry:
             if known.forward_only is not None:
                 known.forward_only.remove()
         self._modules.clear()
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
