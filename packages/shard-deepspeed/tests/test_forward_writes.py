@@ -110,3 +110,29 @@ def cached(precision: str) -> str:
 def test_what_was_written_before_it_was_gathered_is_refused(worlds: Any, precision: str) -> None:
     for message in worlds(2).run(cached, precision):
         assert "'first.weight' was written to between forwards" in message
+
+
+def halved_parts(precision: str, threshold: int) -> list[float]:
+    """Halve what the optimizer holds between a backward and its step, run a forward after that; return the weights."""
+    options = {"precision": precision, "param_persistence_threshold": threshold}
+    with get_strategy("deepspeed_stage_3", accelerator="cpu", **options) as strategy:
+        module = nn.Linear(4, 4, bias=False)
+        nn.init.ones_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(module, [optimizer])
+        inputs = torch.ones(2, 4, dtype=torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        strategy.backward(model(inputs).mean(), model)
+        with torch.no_grad():
+            for part in optimizer.param_groups[0]["params"]:
+                part.mul_(0.5)
+            model(inputs)
+        strategy.optimizer_step(optimizer)
+        weights = strategy.broadcast(strategy.module_state_dict(model))
+        return weights["weight"].flatten().tolist()
+
+
+@pytest.mark.parametrize("threshold", [0, 1000])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_forward_keeps_what_was_written_to_the_parts(worlds: Any, precision: str, threshold: int) -> None:
+    for found in worlds(2).run(halved_parts, precision, threshold):
+        assert found == [0.5] * 16

@@ -136,7 +136,9 @@ class ManualWrites:
         for each in self._of(submodule):
             parameter, values = each.parameter, each.part.values
             counted = parameter._version != each.published[0]
-            if each.lost or _versions.is_away(parameter) or not (counted or parameter.device == values.device):
+            # Who wrote to the part alone, through the optimizer's groups, means the part.
+            may_be_assigned = parameter.device == values.device and values._version == each.published[2]
+            if each.lost or _versions.is_away(parameter) or not (counted or may_be_assigned):
                 continue
             own = self._layout.beside(parameter, each.part, strayed=False)
             if own is not None:
