@@ -77,6 +77,13 @@ def _outputs(modules: tuple[nn.Module, ...], rows: torch.Tensor) -> torch.Tensor
     return total
 
 
+def _take_steps(loop: Loop, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    for _ in range(3):
+        loop.backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def hooks_after_a_step_see_it(loop: Loop, one: nn.Module, two: nn.Module) -> list[Any]:
     optimizer = sgd(one)
     model = loop.set_up(one, optimizer)
@@ -87,10 +94,7 @@ def hooks_after_a_step_see_it(loop: Loop, one: nn.Module, two: nn.Module) -> lis
             seen.append(model(batches().flatten(0, 1)).square().mean())
 
     optimizer.register_step_post_hook(look)
-    for _ in range(3):
-        loop.backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    _take_steps(loop, model, optimizer)
     return [*seen, loop.weights(model)]
 
 
@@ -104,10 +108,7 @@ def hooks_after_a_step_change_weights(loop: Loop, one: nn.Module, two: nn.Module
                 parameter.mul_(0.5)
 
     optimizer.register_step_post_hook(shrink)
-    for _ in range(3):
-        loop.backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    _take_steps(loop, model, optimizer)
     return [loop.weights(model)]
 
 
@@ -119,10 +120,7 @@ def hooks_before_a_step_drop_a_gradient(loop: Loop, one: nn.Module, two: nn.Modu
         loop.own(model).bias.grad = None
 
     optimizer.register_step_pre_hook(drop)
-    for _ in range(3):
-        loop.backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    _take_steps(loop, model, optimizer)
     return [loop.weights(model)]
 
 
