@@ -27,8 +27,8 @@ def check_path(path: object) -> None:
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise InvalidOption(
-            f"the path is of type {type(path).__name__}; it must be a string or a pathlib.Path, and comes first: "
-            "save_checkpoint(path, state)."
+            f"the path is of type {type(path).__name__}; it must be a string or a pathlib.Path, and comes first, "
+            "as in save_checkpoint(path, state)."
         )
     if not os.fspath(path):
         raise InvalidOption("the path is empty; give that of a folder, '.' for the one this process is in.")
