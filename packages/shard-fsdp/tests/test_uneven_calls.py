@@ -81,6 +81,23 @@ def test_inside_other_units_they_are_refused_by_all(worlds: Any, taken: Taken, s
     assert sentence in first
 
 
+def copies() -> str:
+    """Return the error where one rank of one copy uses a layer alone, and its gradient is due before the end."""
+    with get_strategy("hsdp", device_mesh=(2, 2)) as strategy:
+        model = strategy.setup_module(Experts())
+        x = torch.ones(2, 4, requires_grad=True)
+        loss = model(x, 0 if strategy.global_rank == 0 else None).sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(SetupError) as refusal:
+            strategy.backward(loss + slope.square().mean(), model)
+        return str(refusal.value)
+
+
+def test_what_one_copy_uses_alone_is_refused_by_the_other_too(worlds: Any) -> None:
+    (sentence,) = set(worlds(4).run(copies))
+    assert "have used parameters of a unit that those of others" in sentence
+
+
 def output_after_a_refusal() -> float:
     with get_strategy("fsdp", auto_wrap_policy={nn.Linear}, reshard_after_forward=False) as strategy:
         strategy.seed_everything(0)

@@ -37,15 +37,16 @@ def is_gloo(mesh: DeviceMesh) -> bool:
     return mesh.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
-def use_gloo_comm(module: FSDPModule) -> None:
+def use_gloo_comm(module: FSDPModule, mesh: DeviceMesh) -> None:
     """Set the collectives below on a module that was sharded.
 
     Args:
         module: The module, or a part of it that is a unit.
+        mesh: Ranks along one axis, or all of the run along two, of which the last shards.
     """
     # The classes in torch's annotations are private; torch calls no more of them than is here.
     gather: Any = InPlaceGather()
-    scatter: Any = PairwiseScatter()
+    scatter: Any = PairwiseScatter(mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
 
@@ -95,7 +96,15 @@ class InPlaceGather(_HeapAllocator):
 
 
 class PairwiseScatter(_HeapAllocator):
-    """A reduce-scatter in which each rank sends the others their parts and adds up what it is sent."""
+    """A reduce-scatter in which each rank sends the others their parts and adds up what it is sent.
+
+    Args:
+        reducing: All ranks that reduce the same gradients, those of other copies of the model among them; None for
+            those that each reduction is among.
+    """
+
+    def __init__(self, reducing: dist.ProcessGroup | None = None) -> None:
+        self._reducing = reducing
 
     def __call__(
         self,
@@ -118,7 +127,7 @@ class PairwiseScatter(_HeapAllocator):
             work: dist.Work | None = _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
             return work
         size, rank = group.size(), group.rank()
-        _check_alike(input_tensor, group)
+        _check_alike(input_tensor, self._reducing or group)
         parts = input_tensor.view(size, output_tensor.numel())
         width = min(max(_CHUNK_BYTES // (size * output_tensor.element_size()), 1), output_tensor.numel())
         room = output_tensor.new_empty(size, width)

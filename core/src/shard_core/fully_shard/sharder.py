@@ -391,7 +391,7 @@ class FullySharder:
             shard(modules)
         if is_gloo(self._mesh):
             for part in sharded_parts(module):
-                use_gloo_comm(part)
+                use_gloo_comm(part, self._mesh)
         log_units(module, units, self._mesh)
 
 
