@@ -302,33 +302,6 @@ def test_a_call_that_goes_around_the_engine_is_refused(worlds: Any, what: str, i
         assert instead in message
 
 
-def write_to_parts(stage: int, after: bool) -> str:
-    """Write to parts before a step, or after it."""
-    with get_strategy("deepspeed", stage=stage) as strategy:
-        model, optimizer = set_up(strategy, "plain", "sgd")
-        for batch in models.batches("plain", 2, _BATCH):
-            loss = model(*models.share_of(strategy, batch))
-            try:
-                strategy.backward(loss, model)
-            except SetupError as error:
-                return str(error)
-            for place in range(2):
-                if place:
-                    strategy.optimizer_step(optimizer)
-                    optimizer.zero_grad()
-                for part in optimizer.param_groups[0]["params"] if place == after else ():
-                    with torch.no_grad():
-                        part.mul_(0.5)
-    return ""
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_forward_without_what_was_written_to_parts_is_refused(worlds: Any, stage: int) -> None:
-    assert worlds(2).run(write_to_parts, stage, False) == ["", ""]
-    for message in worlds(2).run(write_to_parts, stage, True):
-        assert "was written to since the last step, through optimizer.param_groups" in message
-
-
 class Nothing(nn.Module):
     """Parameters without elements alone, one of them frozen."""
 

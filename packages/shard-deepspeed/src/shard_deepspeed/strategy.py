@@ -97,7 +97,9 @@ class DeepSpeedStrategy(Strategy):
             norm = functools.partial(_norm, weakref.ref(self), weakref.ref(module))
             uneven = self._compare_calls(module, sum(parameter.numel() for parameter in trained))
             engine = self._initialize(module, trained)
-            self._zero[module] = ZeroModule(module, engine, self.global_rank, norm=norm, uneven=uneven)
+            self._zero[module] = ZeroModule(
+                module, engine, self.global_rank, norm=norm, uneven=uneven, collectives=self.collectives
+            )
         for optimizer in optimizers:
             self.engine_add_optimizer(module, optimizer, names)
         return module
@@ -191,7 +193,7 @@ class DeepSpeedStrategy(Strategy):
                     kept.enter_context(zero.graph_kept())
             loss.backward(**kwargs)
         for zero in self._zero.values():
-            zero.end_backward(self.collectives)
+            zero.end_backward()
         check_used_alike([pair for zero in self._zero.values() for pair in zero.used()], self.collectives, self._advice)
         with self._translated():
             for zero in self._zero.values():
@@ -250,8 +252,7 @@ class DeepSpeedStrategy(Strategy):
 
         def enter(*_: object) -> None:
             for zero in modules:
-                zero.copy_writes()
-                zero.follow_gradients()
+                zero.begin_step()
             stepped.extend(modules)
 
         def leave(*_: object) -> None:
@@ -264,8 +265,7 @@ class DeepSpeedStrategy(Strategy):
                 zero.publish()
             loss = closure()
             for zero in modules:
-                zero.copy_writes()  # of the closure's forward
-                zero.follow_gradients()
+                zero.begin_step()  # as the closure's forward may have written, too
             return loss
 
         with (

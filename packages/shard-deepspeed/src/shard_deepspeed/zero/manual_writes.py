@@ -1,4 +1,4 @@
-"""Values that users write into a module's own parameters, beside the parts that optimizers step."""
+"""Values that users write into a module's own parameters, or into the parts of them that optimizers step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 
 from shard_core import SetupError
 from shard_deepspeed import _versions
+from shard_deepspeed.zero.stepped_values import SteppedValues
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from shard_core.backend import FlatPart
+    from shard_core.backend import Collectives, FlatPart
     from shard_deepspeed.zero.partitions import Partitions
 
 
@@ -40,19 +41,42 @@ class PartitionedParameter:
     def written(self) -> tuple[int, int, int]:
         """Return how often the parameter, its shard and the part have been written to."""
         shard = _versions.shard_of(self.parameter)
-        return self.parameter._version, 0 if shard is None else shard._version, self.part.values._version
+        values = self.part.values
+        writes = values.writes() if isinstance(values, SteppedValues) else values._version
+        return self.parameter._version, 0 if shard is None else shard._version, writes
+
+    @property
+    def part_is_written(self) -> bool:
+        """Whether the part was written to since, through the optimizer's groups."""
+        return self.written()[2] != self.published[2]
+
+    @property
+    def part_may_be_written(self) -> bool:
+        """Whether it may have been, alike on all ranks of one program."""
+        values = self.part.values
+        return (isinstance(values, SteppedValues) and values.asked_for) or self.part_is_written
+
+    def settle(self, *, in_step: bool = False) -> None:
+        """Begin to watch the part anew.
+
+        Args:
+            in_step: Whether a step begins, after which it is published in any case.
+        """
+        if isinstance(self.part.values, SteppedValues):
+            self.part.values.settle(in_step=in_step)
 
 
 class ManualWrites:
-    """Takes what users write into a module's parameters into the parts, as if there were no parts.
+    """Takes what users write into a module's parameters into the parts, and the other way, as if these were one.
 
     Args:
         layout: Of the module's parameters.
         held: Those of which this rank holds a part.
+        collectives: Of all ranks.
     """
 
-    def __init__(self, layout: Partitions, held: Iterable[PartitionedParameter]) -> None:
-        self._layout = layout
+    def __init__(self, layout: Partitions, held: Iterable[PartitionedParameter], collectives: Collectives) -> None:
+        self._layout, self._collectives = layout, collectives
         self._held = list(held)
         self._by_parameter = {id(each.parameter): each for each in self._held}
         self._away: list[PartitionedParameter] = []
@@ -62,20 +86,34 @@ class ManualWrites:
         """Record that module and parts are the same now."""
         for each in self._held:
             each.published, each.lost = each.written(), False
+            each.settle()
+
+    def begin_step(self) -> None:
+        """Watch parts no longer, until ``record``: a step writes to them."""
+        for each in self._held:
+            each.settle(in_step=True)
+
+    def are_unpublished(self) -> bool:
+        """Return whether a part was written to on any rank since module and parts were the same.
+
+        Ranks ask one another only where somebody may have written, in which programs are alike.
+        """
+        if not self._layout.spreads or not any(each.part_may_be_written for each in self._held):
+            return False
+        self._collectives.barrier("what was written through optimizer.param_groups")
+        return self._collectives.any_true(any(each.part_is_written for each in self._held))
 
     def check_published(self) -> None:
-        """Check that a forward has computed with what parts hold.
+        """Check that a backward finds what its forward has computed with.
 
         Raises:
-            SetupError: If a part was written to since the last step, which alone brings it to the module.
+            SetupError: On every rank, if a part was written to since.
         """
-        for each in self._held if self._layout.spreads else ():
-            if each.written()[2] != each.published[2]:
-                raise SetupError(
-                    f"this rank's part of {each.name!r} was written to since the last step, through "
-                    "optimizer.param_groups, and the forward has computed without that; write to the module's "
-                    "parameters, or to parts between the last backward of a step and strategy.optimizer_step."
-                )
+        if self.are_unpublished():
+            raise SetupError(
+                "parameters were written to through optimizer.param_groups between a forward and its backward, which "
+                "would compute with other values than the forward has; write before the forward, or after the backward."
+            )
 
     @torch.no_grad()
     def take(self) -> None:
@@ -102,7 +140,7 @@ class ManualWrites:
             if beside is not None and (rewritten or part == published[2]):
                 # What was written through ``data`` is not counted. Nor is its copy, mostly of nothing new: a save in
                 # the background would take it for a change.
-                _take(beside, each.part.values if rewritten else each.part.values.data)
+                _take(beside, each.part.values if rewritten else _uncounted(each.part.values))
                 each.published = each.written()
 
     def watch(self, submodule: torch.nn.Module) -> list[RemovableHandle]:
@@ -137,15 +175,19 @@ class ManualWrites:
             parameter, values = each.parameter, each.part.values
             counted = parameter._version != each.published[0]
             # Who wrote to the part alone, through the optimizer's groups, means the part.
-            may_be_assigned = parameter.device == values.device and values._version == each.published[2]
+            may_be_assigned = parameter.device == values.device and not each.part_is_written
             if each.lost or _versions.is_away(parameter) or not (counted or may_be_assigned):
                 continue
             own = self._layout.beside(parameter, each.part, strayed=False)
             if own is not None:
                 # Data that a forward assigns is not counted; looking whether it did would have the host wait.
-                _take(own, values if counted else values.data)
+                _take(own, values if counted else _uncounted(values))
             if counted:
                 each.published = each.written()
+
+
+def _uncounted(values: torch.Tensor) -> torch.Tensor:
+    return values.uncounted() if isinstance(values, SteppedValues) else values.data
 
 
 def _take(written: torch.Tensor, values: torch.Tensor) -> None:

@@ -38,6 +38,7 @@ class ZeroModule:
         rank: This rank.
         norm: Computes the norm of a gradient over all ranks, given its parameter's name before it, or refuses to.
         uneven: Compares what ranks come to.
+        collectives: Of all ranks.
 
     Attributes:
         engine: DeepSpeed's.
@@ -52,10 +53,11 @@ class ZeroModule:
         *,
         norm: Callable[..., torch.Tensor],
         uneven: UnevenCalls,
+        collectives: Collectives,
     ) -> None:
         self.engine = engine
         self.deferring = False
-        self._uneven = uneven
+        self._uneven, self._collectives = uneven, collectives
         self._module = module
         self._layout = partitions(engine, rank)
         self._trained: dict[int, TrainedParameter] = {}
@@ -74,7 +76,7 @@ class ZeroModule:
                 continue
             self._parts[id(parameter)] = part
             held.append(PartitionedParameter(name=name, parameter=parameter, part=part))
-        self._writes = ManualWrites(self._layout, held)
+        self._writes = ManualWrites(self._layout, held, collectives)
         self._placed = ReplacementCheck(module)
         self._call: RunningCall | None = None
         self._stepped = {id(each.part.values) for each in self._trained.values()}
@@ -211,18 +213,14 @@ class ZeroModule:
         trained = [] if self.deferring or self._layout.sends_last else self._trained.values()
         return [pair for each in trained for pair in ((each.name, each.passed), (each.name, each.waits))]
 
-    def end_backward(self, collectives: Collectives) -> None:
-        """End a backward on every rank; where nothing is sent before, who has no gradient that others have has zeros.
-
-        Args:
-            collectives: Of all ranks.
-        """
+    def end_backward(self) -> None:
+        """End a backward on every rank; who has no gradient that others have has zeros, unless some are sent."""
         self._uneven.end_backward()
-        if self.deferring or not self._layout.sends_last or collectives.world_size == 1:
+        if self.deferring or not self._layout.sends_last or self._collectives.world_size == 1:
             return
         trained = self._trained.values()
         mine = torch.tensor([(each.passed, each.waits) for each in trained], dtype=torch.int64)
-        used = collectives.all_reduce(mine, reduce_op="max").tolist()
+        used = self._collectives.all_reduce(mine, reduce_op="max").tolist()
         for each, (passed, waits) in zip(trained, used, strict=True):
             each.passed = bool(passed)
             if waits and not each.waits:
@@ -256,6 +254,9 @@ class ZeroModule:
         self._uneven.begin_call()
         self._end_abandoned(latest)  # before anything reads parameters, which DeepSpeed notes in a forward
         self.follow_gradients()
+        if self._writes.are_unpublished():
+            self.copy_writes()
+            self.publish()
         if self._layout.lets_go:
             self._call = latest
             self._placed.check()
@@ -298,6 +299,12 @@ class ZeroModule:
         """Copy what was written into the module's parameters into the parts."""
         self._end_abandoned()
         self._writes.take()
+
+    def begin_step(self) -> None:
+        """Take in what users may have done to values and gradients by now."""
+        self.copy_writes()
+        self.follow_gradients()
+        self._writes.begin_step()
 
     def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer is not stepped without gradients that were made for it.

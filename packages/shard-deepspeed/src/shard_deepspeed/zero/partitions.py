@@ -12,6 +12,7 @@ import torch
 from shard_core import SetupError
 from shard_core.backend import FlatPart
 from shard_deepspeed import _versions
+from shard_deepspeed.zero.stepped_values import SteppedValues
 
 if TYPE_CHECKING:
     from shard_deepspeed.zero.trained_parameter import TrainedParameter
@@ -154,7 +155,7 @@ class Runs(Flat):
         return FlatPart(
             shape=tuple(parameter.shape),
             start=start,
-            values=torch.nn.Parameter(values),
+            values=SteppedValues(values),
             alias=_alias(parameter, values),
         )
 
@@ -211,7 +212,7 @@ class Shards(Flat):
         shard = _versions.float32_shard(parameter)
         part = shard_part(parameter, shard, self._rank)
         alias = _alias(_versions.shard_of(parameter), shard)
-        part = dataclasses.replace(part, values=torch.nn.Parameter(part.values), alias=alias)
+        part = dataclasses.replace(part, values=SteppedValues(part.values), alias=alias)
         self._gradients[id(parameter)] = _versions.gradient_shard(parameter)[: part.values.numel()]
         return part
 
