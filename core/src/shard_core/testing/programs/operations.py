@@ -139,6 +139,8 @@ class EditGradients:
 class EditWeights:
     """Multiply one parameter by hand, counted round: ``"in place"``, or by other ``"data"``.
 
+    Or all parameters in the groups of the module's optimizers, in place (``"groups"``) or through ``"groups' data"``.
+
     Attributes:
         module: Which module.
         which: Which parameter.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.parts import SLOPE_ONCE, WRITING
+from shard_core.testing.programs.parts import FROZEN, SLOPE_ONCE, WRITING
 from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, runs_alone
 from shard_core.testing.programs.vocabulary import PREMATURE
 
@@ -43,9 +43,10 @@ class _Files:
         self._saved: frozenset[int] | None = None
         self._newest = False
         self._pretrained: set[int] = set()
+        self._shows_all = True  # else a module may show later what was written through groups
 
     def have(self, operation: Operation, module: int, added: frozenset[int]) -> bool:
-        """Check that there is what an operation loads; optimizers have to have the groups they were saved with."""
+        """Check that there is what an operation loads or saves; optimizers need to have the groups that were saved."""
         match operation:
             case ops.Load(how=how):
                 if how == "modules":
@@ -55,6 +56,8 @@ class _Files:
                 return self._saved is not None
             case ops.LoadWeights():
                 return module in self._pretrained
+            case ops.SavePretrained():
+                return self._shows_all
             case _:
                 return True
 
@@ -65,6 +68,8 @@ class _Files:
                 self._saved, self._newest = added, True
             case ops.SavePretrained():
                 self._pretrained.add(module)
+            case ops.EditWeights(how="groups" | "groups' data"):
+                self._shows_all = False
             case ops.Switch(world_size=size):
                 self._newest = False
                 self._saved = None if size else self._saved  # other processes have no handle of it
@@ -198,8 +203,8 @@ class Situation:
             case ops.Load(how=how):
                 waiting = how == "modules" or any(each.denominator is not None for each in self._modules)
                 known = not (self._scaled and waiting)
-            case ops.EditWeights(how="data"):
-                known = not self._away
+            case ops.EditWeights(how=how) if self._away and how != "in place":
+                known = how != "data" and set(FROZEN).isdisjoint(self._program.models[number].parts)
             case ops.LoadStateDict():
                 known = self._program.compiled != "before"
             case _:

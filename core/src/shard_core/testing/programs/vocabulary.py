@@ -42,7 +42,7 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
         "interrupted by hand",
     ),
     ops.EditGradients: ("multiplied", "infinite", "clipped", "assigned", "data", "foreach"),
-    ops.EditWeights: ("in place", "data"),
+    ops.EditWeights: ("in place", "data", "groups", "groups' data"),
     ops.Load: ("path", "latest", "modules"),
     ops.Fail: ("save", "background", "unwaited", "load", "object", *PREMATURE.values()),
     ops.Reduce: ("mean", "sum", "max", "gather", "dict"),
@@ -52,6 +52,8 @@ VARIANTS: dict[tuple[type[Any], str], str] = {
     (ops.Forward, "interrupted"): "interrupted by hand",
     (ops.Forward, "train"): "interrupted by hand",
     (ops.EditGradients, "multiplied"): "foreach",
+    (ops.EditWeights, "in place"): "groups",
+    (ops.EditWeights, "data"): "groups' data",
     (ops.Fail, "load"): "object",
 }
 """Ways that are drawn in the place of others, so that seeds go on drawing what they have drawn."""

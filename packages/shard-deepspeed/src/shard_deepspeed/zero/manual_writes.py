@@ -73,10 +73,13 @@ class ManualWrites:
         layout: Of the module's parameters.
         held: Those of which this rank holds a part.
         collectives: Of all ranks.
+
+    Attributes:
+        computed: Whether a forward that a backward may follow has computed with the parts as they were published.
     """
 
     def __init__(self, layout: Partitions, held: Iterable[PartitionedParameter], collectives: Collectives) -> None:
-        self._layout, self._collectives = layout, collectives
+        self._layout, self._collectives, self.computed = layout, collectives, False
         self._held = list(held)
         self._by_parameter = {id(each.parameter): each for each in self._held}
         self._away: list[PartitionedParameter] = []
@@ -87,21 +90,39 @@ class ManualWrites:
         for each in self._held:
             each.published, each.lost = each.written(), False
             each.settle()
+        self.computed = False
 
     def begin_step(self) -> None:
         """Watch parts no longer, until ``record``: a step writes to them."""
         for each in self._held:
             each.settle(in_step=True)
 
-    def are_unpublished(self) -> bool:
-        """Return whether a part was written to on any rank since module and parts were the same.
+    def are_unpublished(self, part: torch.nn.Module | None = None) -> bool:
+        """Return whether a part of a parameter was written to on any rank since module and parts were the same.
 
         Ranks ask one another only where somebody may have written, in which programs are alike.
+
+        Args:
+            part: A submodule, to look at what stands in it alone; None for all.
         """
-        if not self._layout.spreads or not any(each.part_may_be_written for each in self._held):
+        asked = self._held if part is None else self._of(part.parameters(recurse=False))
+        if not self._layout.spreads or not any(each.part_may_be_written for each in asked):
             return False
         self._collectives.barrier("what was written through optimizer.param_groups")
         return self._collectives.any_true(any(each.part_is_written for each in self._held))
+
+    def check_shown(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Check that the module shows what parts hold, as a hook before its ``state_dict``.
+
+        Raises:
+            SetupError: If a part was written to since, and values are asked for, not parameters.
+        """
+        del module, prefix
+        if self._layout.spreads and not keep_vars and any(each.part_is_written for each in self._held):
+            raise SetupError(
+                "parameters were written to through optimizer.param_groups, and the module has that from its next "
+                "forward on, or its next step; call strategy.module_state_dict(model), which has it."
+            )
 
     def check_published(self) -> None:
         """Check that a backward finds what its forward has computed with.
@@ -109,7 +130,7 @@ class ManualWrites:
         Raises:
             SetupError: On every rank, if a part was written to since.
         """
-        if self.are_unpublished():
+        if self.computed and self.are_unpublished():
             raise SetupError(
                 "parameters were written to through optimizer.param_groups between a forward and its backward, which "
                 "would compute with other values than the forward has; write before the forward, or after the backward."
@@ -120,8 +141,9 @@ class ManualWrites:
         """Copy what was written since into the parts.
 
         Raises:
-            SetupError: If a parameter was written to that was not there.
+            SetupError: If a parameter was written to that was not there, or that was written to as a part, too.
         """
+        self._check_one_way()
         strayed = self._layout.strayed()
         for each in self._held:
             beside = self._layout.beside(each.parameter, each.part, strayed)
@@ -143,6 +165,20 @@ class ManualWrites:
                 _take(beside, each.part.values if rewritten else _uncounted(each.part.values))
                 each.published = each.written()
 
+    def _check_one_way(self) -> None:
+        """Check that what was written to the module is not missing what was written to parts."""
+        both = [each for each in self._held if each.part_may_be_written and self._is_rewritten(each)]
+        if both and self._collectives.any_true(any(each.part_is_written for each in both)):
+            raise SetupError(
+                f"{both[0].name!r} was written to both in the module and through optimizer.param_groups since the last "
+                "forward or step, and neither has what the other has; write to one of the two."
+            )
+
+    def _is_rewritten(self, each: PartitionedParameter) -> bool:
+        """Return whether a parameter was written to where its part does not stand."""
+        counted = each.parameter._version != each.published[0]
+        return self._layout.moved(each.parameter) or (counted and not self._layout.shares(each.parameter))
+
     def watch(self, submodule: torch.nn.Module) -> list[RemovableHandle]:
         """Register hooks that copy what a submodule's forward writes, before its parameters are let go of.
 
@@ -156,12 +192,12 @@ class ManualWrites:
             submodule.register_forward_hook(self._keep, prepend=True),
         ]
 
-    def _of(self, submodule: torch.nn.Module) -> list[PartitionedParameter]:
-        found = (self._by_parameter.get(id(parameter)) for parameter in _versions.gathered_for(submodule))
+    def _of(self, parameters: Iterable[torch.Tensor]) -> list[PartitionedParameter]:
+        found = (self._by_parameter.get(id(parameter)) for parameter in parameters)
         return [each for each in found if each is not None]
 
     def _note_away(self, submodule: torch.nn.Module, *_: object) -> None:
-        self._away = [each for each in self._of(submodule) if _versions.is_away(each.parameter)]
+        self._away = [each for each in self._of(_versions.gathered_for(submodule)) if _versions.is_away(each.parameter)]
 
     def _note_lost(self, submodule: torch.nn.Module, *_: object) -> None:
         """Note what was written to while it was away, which is refused when writes are taken next."""
@@ -171,7 +207,7 @@ class ManualWrites:
 
     @torch.no_grad()
     def _keep(self, submodule: torch.nn.Module, *_: object) -> None:
-        for each in self._of(submodule):
+        for each in self._of(_versions.gathered_for(submodule)):
             parameter, values = each.parameter, each.part.values
             counted = parameter._version != each.published[0]
             # Who wrote to the part alone, through the optimizer's groups, means the part.

@@ -89,6 +89,9 @@ class ZeroModule:
             self._hooks.append(module.register_forward_hook(self._end_forward, always_call=True))
             gather_listed(module, self._end_abandoned)
             self._hooks += [hook for part in module.modules() for hook in self._writes.watch(part)]
+        # Methods of the module are called past its own hooks.
+        self._hooks += [part.register_forward_pre_hook(self._publish_for, prepend=True) for part in module.modules()]
+        self._hooks.append(module.register_state_dict_pre_hook(self._writes.check_shown))
         # Before DeepSpeed's own, which gathers parameters of the module itself over what was written to them.
         self._hooks.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
         self._hooks.append(NoInferenceMode(module))
@@ -241,6 +244,7 @@ class ZeroModule:
             self._layout.collect(waiting)
             for each in waiting:
                 each.waits = False
+        self._writes.computed = False
         for each in self._trained.values():
             each.reached = False  # from here on by a backward past the strategy
             each.drop_zeros()
@@ -257,11 +261,19 @@ class ZeroModule:
         if self._writes.are_unpublished():
             self.copy_writes()
             self.publish()
+        self._writes.computed = self._writes.computed or torch.is_grad_enabled()
         if self._layout.lets_go:
             self._call = latest
             self._placed.check()
             self.copy_writes()
             _versions.gather_persistent(self.engine.optimizer)
+
+    def _publish_for(self, part: torch.nn.Module, args: object) -> None:
+        """Bring to the module what was written to parts of what a submodule reads."""
+        del args
+        if not torch.compiler.is_compiling() and self._writes.are_unpublished(part):
+            self.copy_writes()
+            self.publish()
 
     def _end_abandoned(self, latest: RunningCall | None = None) -> None:
         """End a forward that a ``KeyboardInterrupt`` has ended, of which torch's hooks do not hear."""

@@ -51,6 +51,16 @@ class Partitions(abc.ABC):
         """Return whether the module's own values on this rank differ from the parts', rounded to their dtype."""
         return False
 
+    def moved(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter was given other data since, which its part does not share."""
+        del parameter
+        return False
+
+    def shares(self, parameter: torch.Tensor) -> bool:
+        """Return whether parts of a parameter, on whichever rank, stand in the memory of its place in the module."""
+        del parameter
+        return False
+
     def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
         """Return the module's own values that a part may have to take; None where it has no others.
 
@@ -159,10 +169,17 @@ class Runs(Flat):
             alias=_alias(parameter, values),
         )
 
+    def moved(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter is not in its place."""
+        return parameter.data_ptr() != self._places[id(parameter)].data_ptr()
+
+    def shares(self, parameter: torch.Tensor) -> bool:
+        """Return whether the place is in the dtype that is stepped."""
+        return self._places[id(parameter)].dtype == torch.float32
+
     def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
         """Return the parameter's run of the flat tensor, back in its place, unless it is the part."""
-        place = self._places[id(parameter)]
-        moved = parameter.data_ptr() != place.data_ptr()
+        place, moved = self._places[id(parameter)], self.moved(parameter)
         if moved:
             if parameter.shape != place.shape:
                 raise SetupError(

@@ -38,6 +38,8 @@ PARTS: dict[str, Callable[[], nn.Module]] = {"linear": Linear, **LAYERS, **PARAM
 """The parts by name."""
 WRITING = ("clamped", "reassigned")
 """Parts whose forwards write to their parameters."""
+FROZEN = ("frozen", "adapter", "lora")
+"""Parts with parameters that are not trained."""
 SKIPPING = ("extra", "spare")
 """Parts with parameters that some losses, or all, do not reach."""
 SLOPE_ONCE = ("attention", "heads")

@@ -135,8 +135,14 @@ class Oracle(PlainRun):
     @_on_all.register(ops.EditWeights)
     def _(self, operation: ops.EditWeights) -> Values:
         parameters = list(self.models[operation.module].parameters())
+        edited = [parameters[operation.which % len(parameters)]]
+        if operation.how.startswith("groups"):
+            own = zip(self.optimizers, self._program.optimizers, strict=True)
+            groups = [group for each, spec in own if spec.module == operation.module for group in each.param_groups]
+            edited = [parameter for group in groups for parameter in group["params"]]
         with torch.no_grad():
-            parameters[operation.which % len(parameters)].mul_(operation.factor)
+            for parameter in edited:
+                parameter.mul_(operation.factor)
         return self.state() if operation.shown else {}
 
     @_on_all.register(ops.ChangeLearningRate)

@@ -110,9 +110,18 @@ def _(operation: ops.EditGradients, *_: object) -> Lines:
 
 @statements.register(ops.EditWeights)
 def _(operation: ops.EditWeights, program: Program, *_: object) -> Lines:
+    shown = [f"**{shown_state(program)}"] * operation.shown
+    if operation.how.startswith("groups"):
+        own = [OPTIMIZERS[n] for n, spec in enumerate(program.optimizers) if spec.module == operation.module]
+        edited = "parameter.data" if operation.how == "groups' data" else "parameter"
+        return [
+            f"groups = [group for optimizer in [{', '.join(own)}] for group in optimizer.param_groups]",
+            "with torch.no_grad():",
+            "    for parameter in [each for group in groups for each in group['params']]:",
+            f"        {edited}.mul_({operation.factor})",
+        ], shown
     chosen = f"parameters = list({MODULES[operation.module]}.parameters())"
     edited, factor = f"parameters[{operation.which} % len(parameters)]", operation.factor
-    shown = [f"**{shown_state(program)}"] * operation.shown
     if operation.how == "data":
         return [chosen, f"edited = {edited}", f"edited.data = edited.data * {factor}"], shown
     return [chosen, "with torch.no_grad():", f"    {edited}.mul_({factor})"], shown
