@@ -97,15 +97,15 @@ class ManualWrites:
         for each in self._held:
             each.settle(in_step=True)
 
-    def are_unpublished(self, part: torch.nn.Module | None = None) -> bool:
+    def are_unpublished(self, among: Iterable[torch.Tensor] | None = None) -> bool:
         """Return whether a part of a parameter was written to on any rank since module and parts were the same.
 
         Ranks ask one another only where somebody may have written, in which programs are alike.
 
         Args:
-            part: A submodule, to look at what stands in it alone; None for all.
+            among: Which parameters to look at; None for all.
         """
-        asked = self._held if part is None else self._of(part.parameters(recurse=False))
+        asked = self._held if among is None else self._of(among)
         if not self._layout.spreads or not any(each.part_may_be_written for each in asked):
             return False
         self._collectives.barrier("what was written through optimizer.param_groups")

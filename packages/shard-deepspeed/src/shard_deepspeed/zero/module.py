@@ -84,13 +84,14 @@ class ZeroModule:
             each.parameter.register_post_accumulate_grad_hook(each.note) for each in self._trained.values()
         ]
         self._uneven.watch_calls()
+        for submodule in module.modules():  # methods of the module are called past its own hooks
+            publish = functools.partial(self._publish_for, list(submodule.parameters(recurse=False)))
+            self._hooks.append(submodule.register_forward_pre_hook(publish, prepend=True))
         if self._layout.lets_go:
             self._hooks.append(WholeLoads(module, self._parts, self._writes.take, self._writes.record))
             self._hooks.append(module.register_forward_hook(self._end_forward, always_call=True))
             gather_listed(module, self._end_abandoned)
             self._hooks += [hook for part in module.modules() for hook in self._writes.watch(part)]
-        # Methods of the module are called past its own hooks.
-        self._hooks += [part.register_forward_pre_hook(self._publish_for, prepend=True) for part in module.modules()]
         self._hooks.append(module.register_state_dict_pre_hook(self._writes.check_shown))
         # Before DeepSpeed's own, which gathers parameters of the module itself over what was written to them.
         self._hooks.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
@@ -268,10 +269,9 @@ class ZeroModule:
             self.copy_writes()
             _versions.gather_persistent(self.engine.optimizer)
 
-    def _publish_for(self, part: torch.nn.Module, args: object) -> None:
+    def _publish_for(self, read: list[torch.Tensor], *_: object) -> None:
         """Bring to the module what was written to parts of what a submodule reads."""
-        del args
-        if not torch.compiler.is_compiling() and self._writes.are_unpublished(part):
+        if not torch.compiler.is_compiling() and self._writes.are_unpublished(read):
             self.copy_writes()
             self.publish()
 

@@ -59,7 +59,7 @@ class Partitions(abc.ABC):
     def shares(self, parameter: torch.Tensor) -> bool:
         """Return whether parts of a parameter, on whichever rank, stand in the memory of its place in the module."""
         del parameter
-        return False
+        return not self.spreads
 
     def beside(self, parameter: torch.Tensor, part: FlatPart, strayed: bool) -> torch.Tensor | None:
         """Return the module's own values that a part may have to take; None where it has no others.
