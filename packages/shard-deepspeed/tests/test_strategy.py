@@ -289,7 +289,11 @@ def around(what: str, stage: int) -> str:
         with pytest.raises(SetupError) as error:
             type(optimizer).step(optimizer) if what == "step" else strategy.optimizer_step(optimizer)
         oracle.assert_same_weights(whole_weights(strategy, model), before, 0.0)
-    optimizer.step()  # after teardown it is torch's again
+    if stage:
+        with pytest.raises(SetupError, match="whose strategy was torn down"):
+            optimizer.step()
+    else:
+        optimizer.step()  # it is torch's again
     return str(error.value)
 
 

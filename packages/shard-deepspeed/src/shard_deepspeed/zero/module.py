@@ -18,6 +18,7 @@ from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
 from shard_deepspeed.zero.named_parameters import gather_listed, list_plainly
 from shard_deepspeed.zero.partitions import partitions, shard_part
+from shard_deepspeed.zero.stepped_values import SteppedValues, check_open
 from shard_deepspeed.zero.trained_parameter import TrainedParameter, fill_frozen
 from shard_deepspeed.zero.whole_loads import WholeLoads
 
@@ -126,6 +127,7 @@ class ZeroModule:
         names.repoint([optimizer], self._module)
         self.adopt(optimizer)
         optimizer.state.update(state)
+        optimizer.register_step_pre_hook(check_open)  # for good: it may be stepped after teardown
 
     def lay_out(self, values: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
         """Slice a value of optimizer state to a part of this module; anything else is left alone.
@@ -370,6 +372,8 @@ class ZeroModule:
         self._uneven.close()
         for each in self._trained.values():
             each.remove_proxy()
+            if isinstance(each.part.values, SteppedValues):
+                each.part.values.is_closed = True
         list_plainly(self._module)
         _versions.destroy(self.engine)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shard_core import SetupError
+
 
 class SteppedValues(torch.nn.Parameter):
     """The values of this rank's part of a parameter, as an optimizer's groups hold them.
@@ -12,8 +14,12 @@ class SteppedValues(torch.nn.Parameter):
     of optimizers write. So values are summed up when ``data`` is first asked for, and once more when somebody asks
     whether there was a write; where nobody asks for ``data`` that costs nothing. What is assigned to it is copied, for
     the memory is DeepSpeed's.
+
+    Attributes:
+        is_closed: Whether the module that they are of has them no longer.
     """
 
+    is_closed: bool = False
     _seen: int | None = None
     _uncounted: int = 0
     _in_step: bool = False
@@ -60,3 +66,17 @@ class SteppedValues(torch.nn.Parameter):
     def _sum(self) -> int:
         """Add up the bits."""
         return int(self.uncounted().view(torch.int32).sum(dtype=torch.int64))
+
+
+def check_open(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Check, as a hook before steps, that the module still has the values that an optimizer holds of it.
+
+    Raises:
+        SetupError: If not.
+    """
+    held = (each for group in optimizer.param_groups for each in group["params"])
+    if any(isinstance(each, SteppedValues) and each.is_closed for each in held):
+        raise SetupError(
+            f"this {type(optimizer).__name__} holds parts of a module whose strategy was torn down, and its step would "
+            "not change the module; make another optimizer over the module's parameters."
+        )
