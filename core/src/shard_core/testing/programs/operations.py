@@ -96,11 +96,12 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Closure:
-    """Step an optimizer with a closure that computes the gradients."""
+    """Step an optimizer with a closure that computes the gradients; ``by_hand``: by its own method."""
 
     optimizer: int = 0
     key: int
     rows: tuple[int, ...]
+    by_hand: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,9 @@ VARIANTS: dict[tuple[type[Any], str], str] = {
     (ops.Fail, "load"): "object",
 }
 """Ways that are drawn in the place of others, so that seeds go on drawing what they have drawn."""
-FLAGS: dict[type[Any], dict[str, Any]] = {ops.Step: {"by_hand": True}, ops.Save: {"frozen": False}}
+FLAGS: dict[type[Any], dict[str, Any]] = {
+    ops.Step: {"by_hand": True}, ops.Closure: {"by_hand": True}, ops.Save: {"frozen": False}
+}  # fmt: skip
 """Fields that are drawn so in place of their defaults."""
 
 

@@ -49,6 +49,8 @@ class Oracle(PlainRun):
                     self._zero_all()
             case ops.Evaluate():
                 shown = self._each(lambda rank: self._evaluate(operation, rank), together=_interleaved)
+            case ops.Closure():
+                shown = self._closed(operation)
             case ops.ShowAverage():
                 shown = self._evaluated_average(operation)
             case ops.Reduce():
@@ -56,6 +58,16 @@ class Oracle(PlainRun):
             case _:
                 shown = [self._on_all(operation)] * len(self._ranks)
         return shown
+
+    def _closed(self, operation: ops.Closure) -> list[Values]:
+        optimizer = self.optimizers[operation.optimizer]
+        optimizer.zero_grad()
+        module = self._program.optimizers[operation.optimizer].module
+        plain = ops.Backward(module=module, key=operation.key, rows=operation.rows)
+        losses = self._each(lambda rank: self._backward(plain, rank))
+        stepped = self._step(operation.optimizer)
+        returned = stepped.pop("stepped")
+        return [{**stepped, **(loss if operation.by_hand else {"stepped": returned})} for loss in losses]
 
     def _zero_all(self) -> None:
         for number in range(len(self.models)):
@@ -90,15 +102,6 @@ class Oracle(PlainRun):
         self._divide(operation.optimizer)
         shown = self._step(operation.optimizer)
         return {name: value for name, value in shown.items() if name != "stepped" or not operation.by_hand}
-
-    @_on_all.register(ops.Closure)
-    def _(self, operation: ops.Closure) -> Values:
-        optimizer = self.optimizers[operation.optimizer]
-        optimizer.zero_grad()
-        module = self._program.optimizers[operation.optimizer].module
-        plain = ops.Backward(module=module, key=operation.key, rows=operation.rows)
-        self._each(lambda rank: self._backward(plain, rank))
-        return self._step(operation.optimizer)
 
     @_on_all.register(ops.ZeroGrad)
     def _(self, operation: ops.ZeroGrad) -> Values:

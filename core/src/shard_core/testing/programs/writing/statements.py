@@ -68,6 +68,7 @@ def _(operation: ops.Step, program: Program, *_: object) -> Lines:
 @statements.register(ops.Closure)
 def _(operation: ops.Closure, program: Program, *_: object) -> Lines:
     name, optimizer = MODULES[program.optimizers[operation.optimizer].module], OPTIMIZERS[operation.optimizer]
+    step = "loss = {}.step(closure)" if operation.by_hand else "stepped = strategy.optimizer_step({}, closure)"
     return [
         f"given = {batch_of(program, operation.key, operation.rows)}",
         "def closure():",
@@ -75,8 +76,8 @@ def _(operation: ops.Closure, program: Program, *_: object) -> Lines:
         f"    loss = loss_of({name}(given), given)",
         f"    strategy.backward(loss, {name})",
         "    return loss",
-        f"stepped = strategy.optimizer_step({optimizer}, closure)",
-    ], ["stepped=stepped", f"**{shown_state(program)}"]
+        step.format(optimizer),
+    ], ["loss=loss" if operation.by_hand else "stepped=stepped", f"**{shown_state(program)}"]
 
 
 @statements.register(ops.ZeroGrad)
