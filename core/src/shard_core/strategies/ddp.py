@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from shard_core.checkpoint.state.training_state import TrainingState
-    from shard_core.gradients import LocalGradient
     from shard_core.parameters import ParameterNames
 
 
@@ -68,11 +67,6 @@ class DDPStrategy(TorchEngine, Strategy):
     def engine_no_sync(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients add up locally."""
         return self._ddp.no_sync(module)
-
-    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Return ``.grad`` of what an optimizer steps; none may have been left on its rank."""
-        self._ddp.check_averaged(optimizer)
-        return super().engine_gradients(optimizer)
 
     def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse gradients that were left on their rank, and those of a backward that has yet to average."""

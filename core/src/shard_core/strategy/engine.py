@@ -252,8 +252,8 @@ class Engine(abc.ABC):
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Return this rank's parts of the gradients an optimizer will step with, sharing their memory.
 
-        Asked several times in a step, by clipping and by what makes gradients final; may communicate. Afterwards
-        ``.grad`` of what its groups hold is what it would step with, laid out as its state.
+        Asked after ``engine_check_averaged``, several times in a step, by clipping and by what makes gradients final;
+        may communicate. Afterwards ``.grad`` of what its groups hold is what it would step with, laid out as its state.
 
         Args:
             optimizer: One that was set up, or a stand-in over a module's parameters as they are.
@@ -262,10 +262,11 @@ class Engine(abc.ABC):
     def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - for engines that defer
         """Check that no gradient of an optimizer waits to be averaged over ranks, or is one rank's alone just now.
 
-        Called before gradients are made final, by clipping, a step or the end of a closure; may communicate.
+        Called before gradients are made final, by clipping, a step or the end of a closure, and before they are shown;
+        may communicate.
 
         Args:
-            optimizer: One that was set up.
+            optimizer: One that was set up, or a stand-in over a module's parameters as they are.
 
         Raises:
             SetupError: If one does, on every rank.

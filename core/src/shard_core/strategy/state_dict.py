@@ -67,6 +67,7 @@ class StrategyStateDict(StrategyCollectives):
         factors: dict[torch.Tensor, float] = {}
         owners = known.optimizers or {_Gradients(known.module.parameters(), {}): known.unstepped}
         for optimizer, accumulation in owners.items():
+            self.engine_check_averaged(optimizer)
             self.engine_gradients(optimizer)  # takes in what users have done, and completes what is a pending sum
             factor = accumulation.factor(self.collectives, self._data)
             factors.update((parameter, factor) for group in optimizer.param_groups for parameter in group["params"])

@@ -224,11 +224,8 @@ class DeepSpeedStrategy(Strategy):
             ) from error
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Return the gradients of this rank's partitions; none may wait for a later micro-batch."""
-        modules = self._stepped_by(optimizer)
-        for zero in modules:
-            zero.check_averaged(optimizer)
-        return [gradient for zero in modules for gradient in zero.gradients(optimizer)]
+        """Return the gradients of this rank's partitions."""
+        return [gradient for zero in self._stepped_by(optimizer) for gradient in zero.gradients(optimizer)]
 
     def _norm(self, module: torch.nn.Module, name: str, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Compute the norm of a gradient over the ranks that hold its parts, as torch's functions clip by it."""

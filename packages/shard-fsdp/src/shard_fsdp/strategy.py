@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
 
-    from shard_core.backend import LocalGradient, ParameterNames, Precision, TrainingState
+    from shard_core.backend import ParameterNames, Precision, TrainingState
 
 
 class FSDPStrategy(TorchEngine, Strategy):
@@ -123,11 +123,6 @@ class FSDPStrategy(TorchEngine, Strategy):
     def engine_drop_unfinished(self) -> None:
         """Have units begin anew."""
         self._sharding.drop_unfinished()
-
-    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Return this rank's parts of ``.grad``; none may wait for a later micro-batch."""
-        self._sharding.check_sent(optimizer)
-        return super().engine_gradients(optimizer)
 
     def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse gradients that wait on their rank."""

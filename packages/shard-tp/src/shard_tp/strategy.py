@@ -114,11 +114,6 @@ class TPStrategy(TorchEngine, Strategy):
         """Have units begin anew."""
         self._sharding.drop_unfinished()
 
-    def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-        """Return this rank's parts of ``.grad``; none may wait for a later micro-batch."""
-        self._sharding.check_sent(optimizer)
-        return super().engine_gradients(optimizer)
-
     def engine_check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse gradients that wait on their rank."""
         self._sharding.check_sent(optimizer)

@@ -193,7 +193,6 @@ class XLAFSDPStrategy(XLAEngine, Strategy):
 
     def engine_gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
         """Return this rank's ranges of the gradients; their padding is zero."""
-        self.engine_check_averaged(optimizer)
         return [
             LocalGradient(parameter.grad, (dist.group.WORLD,))
             for group in optimizer.param_groups
