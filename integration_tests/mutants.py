@@ -243,7 +243,7 @@ def main() -> None:
         "--lane", default="1/1", help="judge every second of them, say, from the first: 1/2; each lane has its ledger"
     )
     parser.add_argument("--fresh", type=int, default=0, help="with --again: by so many programs more, of other seeds")
-    parser.add_argument("--again", action="store_true", help="judge survivors and what was not reached again")
+    parser.add_argument("--again", action="store_true", help="judge survivors and what was not reached by more")
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
     known = originals(given.ledger.with_suffix(".originals.json"), given.drawn)
@@ -258,8 +258,13 @@ def main() -> None:
             open_still = given.again and judgements.get(key, {}).get("verdict") in ("survived", "not reached")
             if (key in judgements and not open_still) or time.monotonic() >= end:
                 continue
-            reaching = in_turn([each for each in known if reaches(each, mutant)])[: given.programs]
-            judgements[key] = judged(mutant, fresh(mutant, given.fresh) if given.again and given.fresh else reaching)
+            before = judgements[key]["programs"] if open_still else 0
+            reaching = in_turn([each for each in known if reaches(each, mutant)])[before : given.programs]
+            programs = fresh(mutant, given.fresh) if given.again and given.fresh else reaching
+            if open_still and not programs:
+                continue
+            found = judged(mutant, programs)
+            judgements[key] = {**found, "programs": before + found["programs"]}
             ledger.write(json.dumps(judgements[key]) + "\n")
             ledger.flush()
     drawn_now = {_key(dataclasses.asdict(each)): each for each in chosen}
