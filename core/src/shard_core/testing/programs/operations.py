@@ -138,15 +138,13 @@ class EditGradients:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EditWeights:
-    """Multiply one parameter by hand, counted round: ``"in place"``, or by other ``"data"``.
-
-    Or all parameters in the groups of the module's optimizers, in place (``"groups"``) or through ``"groups' data"``.
+    """Multiply by hand one parameter, counted round, ``"in place"`` or by other ``"data"``, or all in ``"groups"``.
 
     Attributes:
         module: Which module.
         which: Which parameter.
         factor: By what.
-        how: In which way.
+        how: In which way; ``"groups' data"`` is through ``data`` of what the module's optimizers hold.
         shown: Whether weights are looked at after it, which may hide that the next forward would miss it.
     """
 
@@ -257,10 +255,7 @@ class ReloadOptimizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduce:
-    """Reduce a tensor over data ranks by ``"mean"``, ``"sum"`` or ``"max"``, or gather it: ``"gather"``.
-
-    ``"dict"`` is the mean of a dict's tensor and number, by ``reduce``.
-    """
+    """Reduce a tensor over data ranks by ``"mean"``, ``"sum"`` or ``"max"``, ``"gather"`` it, or reduce ``"dict"``."""
 
     key: int
     how: str = "mean"

@@ -43,6 +43,12 @@ def owned(program: Program, which: int) -> str:
     return f"{MODULES[program.optimizers[which].module]}, {OPTIMIZERS[which]}"
 
 
+def grouped(program: Program, module: int) -> str:
+    """Write the list of what is in the groups of a module's optimizers."""
+    own = [OPTIMIZERS[number] for number, spec in enumerate(program.optimizers) if spec.module == module]
+    return f"[each for owner in [{', '.join(own)}] for group in owner.param_groups for each in group['params']]"
+
+
 def added_group(operation: ops.AddGroup, program: Program) -> str:
     """Write the call that adds to an optimizer the part it was made without."""
     spec = program.optimizers[operation.optimizer]

@@ -12,6 +12,7 @@ from shard_core.testing.programs.vocabulary import PREMATURE
 from shard_core.testing.programs.writing.expressions import (
     added_group,
     batch_of,
+    grouped,
     owned,
     shown_state,
     states_of,
@@ -113,14 +114,9 @@ def _(operation: ops.EditGradients, *_: object) -> Lines:
 def _(operation: ops.EditWeights, program: Program, *_: object) -> Lines:
     shown = [f"**{shown_state(program)}"] * operation.shown
     if operation.how.startswith("groups"):
-        own = [OPTIMIZERS[n] for n, spec in enumerate(program.optimizers) if spec.module == operation.module]
         edited = "parameter.data" if operation.how == "groups' data" else "parameter"
-        return [
-            f"groups = [group for optimizer in [{', '.join(own)}] for group in optimizer.param_groups]",
-            "with torch.no_grad():",
-            "    for parameter in [each for group in groups for each in group['params']]:",
-            f"        {edited}.mul_({operation.factor})",
-        ], shown
+        loop = f"    for parameter in {grouped(program, operation.module)}:"
+        return ["with torch.no_grad():", loop, f"        {edited}.mul_({operation.factor})"], shown
     chosen = f"parameters = list({MODULES[operation.module]}.parameters())"
     edited, factor = f"parameters[{operation.which} % len(parameters)]", operation.factor
     if operation.how == "data":
