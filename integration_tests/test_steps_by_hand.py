@@ -28,6 +28,9 @@ SCALED = ("ddp", "fsdp", "offloaded", "copies")
 STEPS = 3
 
 
+SHARDING = ("fsdp", "offloaded", "stage 1", "stage 2", "stage 3")
+
+
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -204,3 +207,34 @@ def test_a_copy_steps_by_itself() -> None:
         assert twin.step() == {"scale": 1.0}
         with pytest.raises(SetupError, match="SGD was called past"):
             torch.optim.SGD.step(plain)
+
+
+def reloaded(layout: str, folder: str, own: bool) -> str:
+    """Load what torch has saved of an optimizer, on each rank its own or on all rank 0's; return the refusal."""
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        model, optimizer = make()
+        model, _ = strategy.setup_module_and_optimizers(model, [optimizer])
+        strategy.backward(model(batch(0, strategy.global_rank)).square().mean(), model)
+        strategy.optimizer_step(optimizer)
+        before = [each.clone() for slots in optimizer.state.values() for each in slots.values()]
+        file = f"{folder}/{layout}-{strategy.global_rank if own else 0}.pt"
+        if own or strategy.is_global_zero:
+            torch.save(optimizer.state_dict(), file)
+        strategy.barrier()
+        refusal = ""
+        try:
+            optimizer.load_state_dict(torch.load(file, weights_only=False))
+        except SetupError as error:
+            refusal = str(error)
+        after = [each for slots in optimizer.state.values() for each in slots.values()]
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+        return refusal
+
+
+@pytest.mark.parametrize("layout", ["ddp", *SHARDING])
+def test_a_rank_loads_no_state_of_another_ranks_shards(worlds: Any, tmp_path: Any, layout: str) -> None:
+    assert worlds(2).run(reloaded, layout, str(tmp_path), True) == ["", ""]
+    first, second = worlds(2).run(reloaded, layout, str(tmp_path), False)
+    assert first == second
+    assert ("which holds other shards" in first) == (layout in SHARDING)

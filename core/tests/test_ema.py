@@ -75,3 +75,15 @@ def test_tied_weights_are_averaged_once_and_buffers_follow() -> None:
         assert kept.keys() == model.state_dict().keys()
         assert kept["0.weight"].data_ptr() == kept["2.weight"].data_ptr() != model[0].weight.data_ptr()
         assert kept["1.running_mean"].tolist() == [3.0, 3.0]
+
+
+def test_complex_parameters_are_averaged() -> None:
+    with get_strategy("single") as strategy:
+        model = nn.Module()
+        model.register_parameter("turned", nn.Parameter(torch.full((2,), 1 + 2j)))
+        model = strategy.setup_module(model)
+        average = ExponentialMovingAverage(strategy, model, 0.75)
+        with torch.no_grad():
+            model.turned.add_(4 - 4j)
+        average.update()
+        assert average.kept_module.state_dict()["turned"].tolist() == [2 + 1j] * 2

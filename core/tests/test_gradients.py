@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shard_core.collectives.process_group import ProcessGroupCollectives
 from shard_core.collectives.single import SingleCollectives
+from shard_core.errors import InvalidOption
 from shard_core.gradients import (
     LocalGradient,
     all_finite,
@@ -151,3 +152,8 @@ def test_tensors_found_inside_objects_are_freed_with_them() -> None:
         assert freed() is None, "held until garbage is collected, and with it all that it was computed from"
     finally:
         gc.enable()
+
+
+def test_a_norm_that_counts_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="norm_type=0 counts"):
+        total_norm([], 0.0, SingleCollectives())

@@ -72,12 +72,17 @@ go when all have ``reset_iter_state``, of torch 2.13, and ``_is_root``, None bef
 ``DTensor._local_tensor`` and ``_spec``: what a DTensor consists of, which torch leaves as it was when ``.data`` is
 assigned (pytorch/pytorch#157391), so that core gives ``DTensor`` a setter that does not. Both, and
 ``reset_sharded_param``, can go when torch's own setter reaches the shard and the units.
+
+``DTensor._op_dispatcher`` and ``torch._C._clear_DTensor_sharding_propagator_cache`` (not in torch 2.9.0): caches of how
+results of operations are laid out, over meshes whose process groups may be gone, and equal others. They can go when
+``destroy_process_group`` clears them, or meshes over other groups are not equal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -98,46 +103,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import CustomPolicy
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "COMPILED_CALL",
-    "METADATA_CLASSES",
-    "METADATA_LAYOUT",
-    "METADATA_SIZE",
-    "NEEDS_VALUES",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "at_backward_end",
-    "begin_anew",
-    "custom_policy_targets",
-    "default_store",
-    "deferred_shards",
-    "draws_random_numbers",
-    "drop_deferred_gradients",
-    "forget_tensors",
-    "freeze_unsharded",
-    "gathered_for",
-    "gradient_hooks",
-    "has_hooks",
-    "identity",
-    "in_backward",
-    "is_compiled",
-    "is_gathered",
-    "is_operation",
-    "is_split_over_ranks",
-    "left_gradients",
-    "loading_values",
-    "read_shards_anew",
-    "remove_gradient_hooks",
-    "replaced_trunc_normal",
-    "running_backward",
-    "set_local_tensor",
-    "shards_and_unsharded",
-    "tree_leaves",
-    "unset_fake_temporarily",
-    "version_of",
-    "written_arguments",
-]
+# What is imported here for others to import from here; all that is defined below may be, too.
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves", "unset_fake_temporarily"]
 
 #: The attribute that ``Module.compile()`` sets on a module.
 COMPILED_CALL = "_compiled_call_impl"
@@ -303,6 +270,14 @@ def freeze_unsharded(module: object) -> None:
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param") and not parameter.sharded_param.requires_grad:
                 parameter._unsharded_param.requires_grad_(False)
+
+
+def forget_layouts() -> None:
+    """Clear what torch has cached of the layouts of DTensors, whose process groups are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        sharding: Any = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
+        sharding.propagate_op_sharding.cache.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def set_local_tensor(tensor: DTensor, other: DTensor) -> None:

@@ -98,7 +98,7 @@ class ExponentialMovingAverage:
         averages, parameters = [], []
         for name, source in self._sources.items():
             average, now = local_part(self._averages[name]), local_part(source)
-            if name in self._parameters and average.is_floating_point():
+            if name in self._parameters and (average.is_floating_point() or average.is_complex()):
                 averages.append(average)
                 parameters.append(now.to(average.dtype))
             else:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shard_core._versions import gradient_hooks, remove_gradient_hooks, tree_leaves
+from shard_core.errors import InvalidOption
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -82,7 +83,14 @@ def total_norm(gradients: Sequence[LocalGradient], norm_type: float, collectives
 
     Returns:
         A 0-d tensor.
+
+    Raises:
+        InvalidOption: If ``norm_type`` is 0.
     """
+    if not norm_type:
+        raise InvalidOption(
+            "norm_type=0 counts what is not zero, and shards would count it by other tensors; give 2.0."
+        )
     layouts: dict[tuple[int, ...], list[LocalGradient]] = {}
     for gradient in gradients:
         layouts.setdefault(tuple(map(id, gradient.sharded_over)), []).append(gradient)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shard_core import SetupError, get_strategy
 from shard_core.testing import models, set_up
@@ -75,3 +76,18 @@ def test_what_was_made_of_emptied_parameters_is_refused_where_it_cannot_be_made_
     for state, groups in worlds(2).run(come_late):
         assert state.startswith("this Stranger has made its state 'sum' of parameters whose values stage 3 has spread")
         assert groups.startswith("this SGD has several groups of parameters that setup has flattened")
+
+
+def complex_parameter(stage: int) -> str:
+    with get_strategy("deepspeed", stage=stage) as strategy:
+        module = nn.Module()
+        module.register_parameter("turned", nn.Parameter(torch.full((2,), 1 + 2j)))
+        with pytest.raises(SetupError) as refusal:
+            strategy.setup_module(module)
+        return str(refusal.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_complex_parameters_are_refused(worlds: Any, stage: int) -> None:
+    for refusal in worlds(2).run(complex_parameter, stage):
+        assert "'turned' is complex" in refusal

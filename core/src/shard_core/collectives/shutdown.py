@@ -31,10 +31,13 @@ def close_process_group() -> None:
     """
     import torch.distributed as dist
 
+    from shard_core._versions import forget_layouts
+
     if not (dist.is_available() and dist.is_initialized()):
         return
     gc.collect()
     dist.destroy_process_group()
+    forget_layouts()
     _settle()
     atexit.unregister(_settle)
 

@@ -18,6 +18,7 @@ from shard_core.errors import InvalidOption, MissingCapability, SetupError
 from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.initialization.synchronized_init import SynchronizedInit
 from shard_core.optim.classification import why_not_elementwise
+from shard_core.optim.rank_state import keep_on_rank
 from shard_core.optim.routed_step import RoutedStep
 from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
 from shard_core.preparation.layers import LayerCalls
@@ -148,6 +149,7 @@ class StrategySetup(StrategyLifecycle):
         known.optimizers[optimizer] = later if known.optimizers else known.unstepped
         known.check_known(optimizer)
         known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
+        known.hooks += keep_on_rank(optimizer, known.module, self.collectives)
         known.hooks.append(NotedZeroGrad(optimizer, known.optimizers[optimizer].reset))
         known.routed[optimizer] = RoutedStep(optimizer, self._step_by_hand)
         return optimizer
@@ -262,6 +264,7 @@ class StrategySetup(StrategyLifecycle):
             optimizers={optimizer: Accumulation() for optimizer in optimizers},
             hooks=[
                 *(each.register_load_state_dict_post_hook(self._lay_out_state) for each in optimizers),
+                *(hook for each in optimizers for hook in keep_on_rank(each, module, self.collectives)),
                 *self._guard_backwards(module),
             ],
             untrained=untrained,

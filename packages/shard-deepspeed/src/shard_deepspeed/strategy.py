@@ -88,6 +88,7 @@ class DeepSpeedStrategy(Strategy):
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
         """Pass the module's parameters to an engine, and optimizers this rank's partitions of them."""
+        _check_real(module)
         prepare_layers(module, self.config)
         module.to(self.root_device)
         make_contiguous(module)
@@ -325,6 +326,16 @@ class DeepSpeedStrategy(Strategy):
             zero.close()
         self._zero.clear()
         self._environment.close()
+
+
+def _check_real(module: torch.nn.Module) -> None:
+    """Check that no parameter is complex: DeepSpeed would go on with its real part."""
+    found = next((name for name, each in module.named_parameters() if each.is_complex()), None)
+    if found is not None:
+        raise SetupError(
+            f"{found!r} is complex, of which DeepSpeed keeps the real part alone; train it under 'ddp' or 'fsdp', or "
+            "keep two real parameters and view them as complex ones in the forward."
+        )
 
 
 def _norm(strategy: weakref.ref[DeepSpeedStrategy], module: weakref.ref[torch.nn.Module], *args: Any) -> torch.Tensor:
