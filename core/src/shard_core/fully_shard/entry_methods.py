@@ -106,6 +106,7 @@ class EntryMethods:
         module.register_forward_hook(torch.compiler.disable(self._announce_unwatched))
         for part in (each for unit in units for each in unit.modules):
             part.register_forward_hook(self._watch_unit)
+            part.register_forward_pre_hook(self._read_anew, prepend=True)
         for part in module.modules():
             # A list of parameters is never called itself: whoever reads it holds them.
             lists = (each for each in part.children() if isinstance(each, nn.ParameterList | nn.ParameterDict))
@@ -123,6 +124,12 @@ class EntryMethods:
     def running(self) -> bool:
         """Whether a forward or a backward runs just now."""
         return self._inside is not None or in_backward()
+
+    def _read_anew(self, part: torch.nn.Module, args: Any) -> None:
+        """Have a unit that is compiled read its shards before it is gathered, where torch's own hook ends the graph."""
+        del args
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self._assigned.take_in_called)(part)
 
     def _watch_unit(self, part: torch.nn.Module, args: Any, output: Any) -> None:
         """Watch what a unit returns: gradients may be computed inside the forward around it, too."""
