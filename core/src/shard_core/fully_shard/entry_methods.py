@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.utils.parametrize import ParametrizationList
 
 from shard_core._versions import (
+    COMPILED_CALL,
     begin_anew,
     deferred_shards,
     gathered_for,
@@ -126,9 +127,9 @@ class EntryMethods:
         return self._inside is not None or in_backward()
 
     def _read_anew(self, part: torch.nn.Module, args: Any) -> None:
-        """Have a unit that is compiled read its shards before it is gathered, where torch's own hook ends the graph."""
+        """Have a unit compiled with what is around it read its shards, where torch's own hook ends the graph."""
         del args
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and getattr(part, COMPILED_CALL) is None:
             torch.compiler.disable(self._assigned.take_in_called)(part)
 
     def _watch_unit(self, part: torch.nn.Module, args: Any, output: Any) -> None:
