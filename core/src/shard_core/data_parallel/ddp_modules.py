@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shard_core._versions import in_backward
 from shard_core.data.transfer import move
 from shard_core.data_parallel.accumulation_nodes import AccumulationNodes
+from shard_core.data_parallel.bucket_views import BucketViews
 from shard_core.data_parallel.buffers import send_before_forward, send_buffers, sends_no_buffers
 from shard_core.data_parallel.unsynced import Unsynced
 from shard_core.errors import SetupError
@@ -104,6 +105,7 @@ class DDPModules:
         """
         for replica in self._replicas.values():
             replica.unsynced.leave_abandoned()
+            replica.views.put_back()
             replica.reached.clear()
         replicas, named = list(self._replicas.values()), self._replicas.get(module)
         ready = _passed(loss, [replica for replica in replicas if replica.sends], named)
@@ -119,6 +121,7 @@ class DDPModules:
                     replica.average()
                 replica.note_unsent()
             replica.waits = not replica.synced
+            replica.views.note()
 
     def drop_unfinished(self) -> None:
         """Throw away all gradients, and what a backward that an exception has ended was about to send."""
@@ -171,6 +174,7 @@ class _Replica:
         reached: Those the backward at hand has come to.
         waits: Whether the last backward was deferred here, alike on every rank, whatever it has reached.
         mark: What the graph of a forward's outputs is marked with.
+        views: Where the wrapper keeps gradients.
         unsynced: Has the wrapper average nothing in forwards: it gets ready when a backward begins.
     """
 
@@ -179,16 +183,14 @@ class _Replica:
         self.parameters = list(named.values())
         self.trained = {name: p for name, p in named.items() if p.requires_grad}
         self.reached: set[torch.Tensor] = set()
-        self.waits = False
-        self.mark = object()
+        self.waits, self.mark = False, object()
+        self.views = BucketViews(self.trained.values() if getattr(wrapped, "gradient_as_bucket_view", False) else ())
         self._others = [p for p in self.parameters if not p.requires_grad]
         self._may_leave_out = may_leave_out
         # What backwards have reached since the last that the wrapper sent: to it, all that is used in the next.
         self._unsent: set[torch.Tensor] = set()
-        self._sent = True
         self._with_gradients: set[torch.Tensor] = set()
-        self._deferred = False
-        self._identity = nn.Identity()
+        self._sent, self._deferred, self._identity = True, False, nn.Identity()
         # The parameters that the first backward has reached, where all others must reach the same.
         self._graph: frozenset[torch.Tensor] | None = None
         self._wrapper = weakref.ref(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
