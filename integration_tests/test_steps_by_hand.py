@@ -242,3 +242,48 @@ def test_a_rank_loads_no_state_of_another_ranks_shards(worlds: Any, tmp_path: An
     first, second = worlds(2).run(reloaded, layout, str(tmp_path), False)
     assert first == second
     assert ("which holds other shards" in first) == (layout in SHARDING)
+
+
+class OwnList(torch.optim.Optimizer):
+    """Steps from a list of its own, with momentum and decay that it looks up by the parameter and by its ``id``."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.2})
+        self.mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.momentum = {parameter: torch.zeros_like(parameter) for parameter in self.mine}
+        self.decayed = {id(parameter) for parameter in self.mine}
+        self.named = ({"first": self.mine[0]}, "first")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        rate = 0.2 if self.named[0]["first"] is self.param_groups[0]["params"][0] else 0.0
+        for parameter in self.mine:
+            if parameter.grad is not None:
+                decay = 0.1 if id(parameter) in self.decayed else 0.0
+                self.momentum[parameter].mul_(0.9).add_(parameter.grad + decay * parameter)
+                parameter.sub_(rate * self.momentum[parameter])
+
+
+def stepped_from_its_list(layout: str) -> Any:
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        model, _ = make()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [OwnList(model.parameters())])
+        for step in range(STEPS):
+            strategy.backward(model(batch(step, strategy.global_rank)).square().mean(), model)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        return strategy.broadcast(strategy.module_state_dict(model))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_may_keep_its_parameters_where_it_likes(worlds: Any, layout: str) -> None:
+    plain, _ = make()
+    optimizer = OwnList(plain.parameters())
+    for step in range(STEPS):
+        losses = [plain(batch(step, rank)).square().mean() for rank in range(2)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in worlds(2).run(stepped_from_its_list, layout):
+        oracle.assert_same_weights(weights, plain.state_dict(), 1e-6)

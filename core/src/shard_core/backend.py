@@ -69,6 +69,7 @@ from shard_core.precision.scaler import GradientScaler
 from shard_core.precision.true import TruePrecision
 from shard_core.preparation.layers import prepare_layers
 from shard_core.preparation.submodules import find_blocks
+from shard_core.references import follow_references
 from shard_core.replicas import AveragedGradients, send_values
 from shard_core.strategies.ddp import DDPStrategy
 from shard_core.strategies.single import SingleStrategy
@@ -135,6 +136,7 @@ __all__ = [
     "fast_step",
     "find_blocks",
     "find_units",
+    "follow_references",
     "groups_that_part",
     "ignored_parameters",
     "initialise",

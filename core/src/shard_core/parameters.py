@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shard_core._versions import has_hooks
 from shard_core.errors import SetupError
+from shard_core.references import follow_references
 
 #: Module attributes under which wrappers keep what they wrap; they never appear in a name. The first two are those of
 #: compiling and activation checkpointing, the others those of units under torch_xla.
@@ -119,7 +120,8 @@ class ParameterNames:
         """Point optimizers at the parameters a module has now instead of those it had.
 
         Groups, hyper-parameters and learning-rate schedulers stay what they are: the lists in the
-        groups are changed in place. State that exists already is laid out like the new parameters.
+        groups are changed in place, as are lists, dicts and sets of parameters that an optimizer keeps beside them.
+        State that exists already is laid out like the new parameters.
 
         Args:
             optimizers: Optimizers made over the parameters the module had, or over those it has.
@@ -144,6 +146,7 @@ class ParameterNames:
                     (old, current[id(old)] if id(old) in current else now[self._known(old)]) for old in group["params"]
                 ]
                 group["params"][:] = [new for _, new in replaced]
+                follow_references(optimizer, dict(replaced), lambda new, kept: lay_out(new, "", kept))
                 for old, new in replaced:
                     if old in optimizer.state:
                         optimizer.state[new] = {

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from shard_core import SetupError
-from shard_core.backend import COUNTERS, LocalGradient, NoInferenceMode, ReplacementCheck, RunningCall, inside_objects
+from shard_core.backend import (
+    COUNTERS,
+    LocalGradient,
+    NoInferenceMode,
+    ReplacementCheck,
+    RunningCall,
+    follow_references,
+    inside_objects,
+)
 from shard_deepspeed import _versions
 from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
@@ -127,6 +135,8 @@ class ZeroModule:
         names.repoint([optimizer], self._module)
         self.adopt(optimizer)
         optimizer.state.update(state)
+        parts: dict[torch.Tensor, torch.Tensor] = {each.parameter: each.part.values for each in self._trained.values()}
+        follow_references(optimizer, parts, lambda values, kept: self.lay_out(values, "", kept))
         optimizer.register_step_pre_hook(check_open)  # for good: it may be stepped after teardown
 
     def lay_out(self, values: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
