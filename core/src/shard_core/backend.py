@@ -69,12 +69,12 @@ from shard_core.precision.scaler import GradientScaler
 from shard_core.precision.true import TruePrecision
 from shard_core.preparation.layers import prepare_layers
 from shard_core.preparation.submodules import find_blocks
-from shard_core.references import follow_references
 from shard_core.replicas import AveragedGradients, send_values
 from shard_core.strategies.ddp import DDPStrategy
 from shard_core.strategies.single import SingleStrategy
 from shard_core.strategy.engine import Engine
 from shard_core.strategy.torch_engine import TorchEngine
+from shard_core.structures import follow_references
 
 __all__ = [
     "COUNTERS",

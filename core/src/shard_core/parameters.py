@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shard_core._versions import has_hooks
 from shard_core.errors import SetupError
-from shard_core.references import follow_references
+from shard_core.structures import follow_references
 
 #: Module attributes under which wrappers keep what they wrap; they never appear in a name. The first two are those of
 #: compiling and activation checkpointing, the others those of units under torch_xla.

@@ -1,11 +1,16 @@
-"""Walking nested structures: mappings, lists, tuples, named tuples and dataclasses."""
+"""Walking nested structures: mappings, lists, tuples, named tuples and dataclasses, and what optimizers keep."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Final
+
+import torch
+
+_OWN: Final = ("param_groups", "state", "defaults")
+"""The attributes that torch documents, which are repointed by themselves."""
 
 
 def is_nested(data: object) -> bool:
@@ -68,3 +73,73 @@ def _refilled(container: Any, entries: Mapping[Any, Any]) -> Any:
     for key, value in entries.items():
         filled[key] = value
     return filled
+
+
+def follow_references(
+    optimizer: torch.optim.Optimizer,
+    replaced: Mapping[torch.Tensor, torch.Tensor],
+    lay_out: Callable[[torch.Tensor, torch.Tensor], Any],
+) -> None:
+    """Replace parameters that an optimizer keeps in attributes of its own, in lists, dicts and sets, in place.
+
+    Many older optimizers step from a list that they have made themselves, or look buffers up by a parameter or its
+    ``id``; they would go on with parameters that nobody trains any more.
+
+    Args:
+        optimizer: Whose groups are repointed.
+        replaced: The parameters that it holds now by those that it held.
+        lay_out: Lays a tensor that is kept for a parameter, and has its shape, out like the new one.
+    """
+    _Replacement(replaced, lay_out).follow(
+        {name: value for name, value in vars(optimizer).items() if name not in _OWN}, vars(optimizer)
+    )
+
+
+class _Replacement:
+    def __init__(
+        self,
+        replaced: Mapping[torch.Tensor, torch.Tensor],
+        lay_out: Callable[[torch.Tensor, torch.Tensor], Any],
+    ) -> None:
+        self._by_id = {id(old): (old, new) for old, new in replaced.items() if old is not new}
+        self._lay_out = lay_out
+        self._seen: set[int] = set()
+
+    def follow(self, attributes: Mapping[str, Any], owner: dict[str, Any]) -> None:
+        """Replace in attributes, and set those that are other objects then."""
+        for name, value in attributes.items() if self._by_id else ():
+            new = self._of(value)
+            if new is not value:
+                owner[name] = new
+
+    def _of(self, value: Any) -> Any:
+        """Return what stands in the place of a value; containers are changed in place, tuples made anew."""
+        if isinstance(value, torch.Tensor) and id(value) in self._by_id:
+            return self._by_id[id(value)][1]
+        if type(value) is int and value in self._by_id:
+            return id(self._by_id[value][1])
+        if isinstance(value, list | dict | set) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._within(value)
+        elif type(value) is tuple:
+            items = [self._of(each) for each in value]
+            return value if all(new is old for new, old in zip(items, value, strict=True)) else tuple(items)
+        return value
+
+    def _within(self, container: Any) -> None:
+        if isinstance(container, list):
+            container[:] = [self._of(each) for each in container]
+        elif isinstance(container, set):
+            items = [self._of(each) for each in container]
+            container.clear()
+            container.update(items)
+        else:
+            pairs = [(self._of(key), self._kept_for(key, self._of(value))) for key, value in container.items()]
+            container.clear()
+            container.update(pairs)
+
+    def _kept_for(self, key: Any, value: Any) -> Any:
+        """Lay out what is kept for a parameter."""
+        old, new = self._by_id.get(key if type(key) is int else id(key), (None, None))
+        is_like = isinstance(value, torch.Tensor) and old is not None and value.shape == old.shape and value is not new
+        return self._lay_out(new, value) if is_like and new is not None else value

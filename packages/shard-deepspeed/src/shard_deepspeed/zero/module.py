@@ -271,9 +271,7 @@ class ZeroModule:
         self._uneven.begin_call()
         self._end_abandoned(latest)  # before anything reads parameters, which DeepSpeed notes in a forward
         self.follow_gradients()
-        if self._writes.are_unpublished():
-            self.copy_writes()
-            self.publish()
+        self._publish_for(None)
         self._writes.computed = self._writes.computed or torch.is_grad_enabled()
         if self._layout.lets_go:
             self._call = latest
@@ -281,9 +279,9 @@ class ZeroModule:
             self.copy_writes()
             _versions.gather_persistent(self.engine.optimizer)
 
-    def _publish_for(self, read: list[torch.Tensor], *_: object) -> None:
-        """Bring to the module what was written to parts of what a submodule reads."""
-        if not torch.compiler.is_compiling() and self._writes.are_unpublished(read):
+    def _publish_for(self, read: list[torch.Tensor] | None, *_: object) -> None:
+        """Bring to the module what was written to parts of what is read; None for all parameters."""
+        if (read is None or not torch.compiler.is_compiling()) and self._writes.are_unpublished(read):
             self.copy_writes()
             self.publish()
 
