@@ -11,7 +11,6 @@ import torch
 from environments import ROOT, SETTINGS, run, succeed
 
 from shard_core import get_strategy
-from shard_core.testing.processes.world import World
 
 AFTER_ONE_ANOTHER = """\
 import sys
@@ -30,6 +29,25 @@ for name in ("ddp", "fsdp", "fsdp", "ddp"):
         sys.stdout.write(f"{name}:{int(strategy.all_reduce(1, reduce_op='sum'))}\\n")
 """
 
+#: Meshes over groups that are made anew, and equal those of strategies before.
+NORMS = """\
+import sys
+
+import torch
+from shard_core import get_strategy
+
+for name, options in (("tp", {"plan": {}, "tensor_parallel_size": 1}), ("fsdp", {}), ("hsdp", {}), ("fsdp", {})):
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        with strategy.no_backward_sync(model):
+            strategy.backward(model(torch.ones(2, 4)).square().mean(), model)
+        strategy.backward(model(torch.ones(2, 4)).square().mean(), model)
+        sys.stdout.write(f"{strategy.clip_gradients_norm(model, optimizer, 1.0).item()}\\n")
+"""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
 
 def side_by_side() -> list[int]:
     """Run two strategies at once, then a third after both."""
@@ -45,36 +63,20 @@ def test_strategies_do_not_share_state(worlds: Any) -> None:
     assert worlds(2).run(side_by_side) == [[2, 2, 2]] * 2
 
 
-def norms() -> list[float]:
-    """Return the norm of a gradient of two backwards under one strategy after another, on meshes that equal others."""
-    found = []
-    for name, options in (("tp", {"plan": {}, "tensor_parallel_size": 1}), ("fsdp", {}), ("hsdp", {}), ("fsdp", {})):
-        with get_strategy(name, accelerator="cpu", **options) as strategy:
-            torch.manual_seed(0)
-            model = torch.nn.Linear(4, 4)
-            model, (optimizer,) = strategy.setup_module_and_optimizers(
-                model, [torch.optim.SGD(model.parameters(), lr=0.1)]
-            )
-            with strategy.no_backward_sync(model):
-                strategy.backward(model(torch.ones(2, 4)).square().mean(), model)
-            strategy.backward(model(torch.ones(2, 4)).square().mean(), model)
-            found.append(strategy.clip_gradients_norm(model, optimizer, 1.0).item())
-    return found
-
-
-def test_no_strategy_computes_over_the_ranks_of_one_before(worlds: Any) -> None:
+def test_no_strategy_computes_over_the_ranks_of_one_before(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Linear(4, 4)
     for _ in range(2):
         plain(torch.ones(2, 4)).square().mean().backward()
     expected = torch.nn.utils.get_total_norm([each.grad for each in plain.parameters() if each.grad is not None])
-    with World(2) as world:  # whose ranks have run nothing else
-        assert world.run(norms) == [[pytest.approx(expected.item())] * 4] * 2
+    script = tmp_path / "norms.py"
+    script.write_text(NORMS)
+    output = succeed(run(ROOT, *TORCHRUN, str(script), settings=SETTINGS, timeout=120))
+    assert [float(each) for each in output.split()] == [pytest.approx(expected.item())] * 8
 
 
 def test_ranks_that_left_meet_again(tmp_path: Path) -> None:
     script = tmp_path / "after_one_another.py"
     script.write_text(AFTER_ONE_ANOTHER)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = succeed(run(ROOT, *torchrun, str(script), settings=SETTINGS, timeout=120))
+    output = succeed(run(ROOT, *TORCHRUN, str(script), settings=SETTINGS, timeout=120))
     assert sorted(output.split()) == sorted(["ddp:2", "fsdp:2", "fsdp:2", "ddp:2"] * 2)

@@ -154,6 +154,10 @@ def test_tensors_found_inside_objects_are_freed_with_them() -> None:
         gc.enable()
 
 
-def test_a_norm_that_counts_is_refused() -> None:
+def test_a_norm_that_counts_is_refused_of_shards_alone() -> None:
+    gradients = [torch.ones(3), torch.zeros(2), torch.ones(1)]
+    whole = [LocalGradient(each) for each in gradients]
+    assert total_norm(whole, 0.0, SingleCollectives()) == torch.nn.utils.get_total_norm(gradients, 0.0) == 2
+    group = object()
     with pytest.raises(InvalidOption, match="norm_type=0 counts"):
-        total_norm([], 0.0, SingleCollectives())
+        total_norm([LocalGradient(each, (group,)) for each in gradients], 0.0, SingleCollectives())

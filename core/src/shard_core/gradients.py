@@ -85,12 +85,8 @@ def total_norm(gradients: Sequence[LocalGradient], norm_type: float, collectives
         A 0-d tensor.
 
     Raises:
-        InvalidOption: If ``norm_type`` is 0.
+        InvalidOption: If ``norm_type`` is 0 and gradients are sharded.
     """
-    if not norm_type:
-        raise InvalidOption(
-            "norm_type=0 counts what is not zero, and shards would count it by other tensors; give 2.0."
-        )
     layouts: dict[tuple[int, ...], list[LocalGradient]] = {}
     for gradient in gradients:
         layouts.setdefault(tuple(map(id, gradient.sharded_over)), []).append(gradient)
@@ -110,6 +106,10 @@ def _norm_of_layout(parts: Sequence[LocalGradient], norm_type: float, collective
     groups = parts[0].sharded_over
     if not groups:
         return norm
+    if not norm_type:
+        raise InvalidOption(
+            "norm_type=0 counts the gradients that are not zero, of which ranks hold shards here; give another."
+        )
     if math.isinf(norm_type):
         # Of a number and NaN, gloo's maximum is either.
         lost = norm.isnan()

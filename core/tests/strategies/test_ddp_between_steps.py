@@ -148,29 +148,31 @@ def test_buffers_stay_where_they_are_if_nobody_wants_them_sent(worlds: Any) -> N
     assert second == [0, *((11 * calls, 6.0 * 2**calls) for calls in range(5))]
 
 
+def centralize(optimizer: torch.optim.Optimizer, backward: Callable[[], object]) -> None:
+    """Assign gradients other data after each backward, of which two steps have one each, and two steps two."""
+    (group,) = optimizer.param_groups
+    for step in range(4):
+        for _ in range(1 + step // 2):
+            backward()
+            for parameter in group["params"]:
+                parameter.grad.data = parameter.grad.data - 0.3 * parameter.grad.data.mean()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=bool(step % 2))
+
+
+def mean_square(model: nn.Module, rank: int) -> torch.Tensor:
+    return torch.as_tensor(model(torch.full((2, 4), rank + 1.0)).square().mean())
+
+
 def centralized(as_views: bool) -> list[float]:
-    """Assign gradients other data before each of three steps, and before the second backward of the last."""
     with get_strategy("ddp", gradient_as_bucket_view=as_views) as strategy:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
         model, (optimizer,) = strategy.setup_module_and_optimizers(
             model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
         )
-        _centralize(model, optimizer, lambda loss: strategy.backward(loss, model), strategy.global_rank + 1.0)
+        centralize(optimizer, lambda: strategy.backward(mean_square(model, strategy.global_rank), model))
         return strategy.unwrap(model).weight.flatten().tolist()
-
-
-def _centralize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[torch.Tensor], Any], value: float
-) -> None:
-    for step in range(4):
-        for _ in range(1 + step // 2):
-            backward(model(torch.full((2, 4), value)).square().mean())
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad.data = parameter.grad.data - 0.3 * parameter.grad.data.mean()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=bool(step % 2))
 
 
 @pytest.mark.parametrize("as_views", [True, False])
@@ -178,16 +180,6 @@ def test_gradients_that_are_assigned_other_data_go_on_in_their_messages(worlds: 
     torch.manual_seed(0)
     plain = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    both = lambda loss: loss.backward()  # noqa: E731
-
-    class Mean(nn.Module):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            outputs = [plain(torch.full((2, 4), value)).square().mean() for value in (1.0, 2.0)]
-            return torch.stack(outputs).mean().sqrt()
-
-        def parameters(self, recurse: bool = True) -> Any:
-            return plain.parameters(recurse)
-
-    _centralize(Mean(), optimizer, both, 0.0)
+    centralize(optimizer, lambda: ((mean_square(plain, 0) + mean_square(plain, 1)) / 2).backward())
     expected = pytest.approx(plain.weight.flatten().tolist(), abs=1e-6)
     assert worlds(2).run(centralized, as_views) == [expected] * 2

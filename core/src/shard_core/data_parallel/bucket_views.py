@@ -21,19 +21,17 @@ class BucketViews:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = list(parameters)
-        self._places: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def note(self) -> None:
         """Note, after a backward, where gradients are."""
-        for parameter in self._parameters:
-            gradient = parameter.grad
-            known = self._places.get(parameter)
-            if gradient is not None and not gradient.is_sparse and (known is None or known[0] is not gradient):
-                self._places[parameter] = gradient, gradient.detach()
+        gradients = (parameter.grad for parameter in self._parameters)
+        self._places = [(each, each.detach()) for each in gradients if each is not None and not each.is_sparse]
 
     def put_back(self) -> None:
         """Put gradients, before the next backward, where they were, with the values they have."""
-        for gradient, place in self._places.values():
+        for gradient, place in self._places:
             if gradient.data_ptr() != place.data_ptr():
                 place.copy_(gradient)
                 gradient.data = place
+        self._places = []  # torch makes its buckets anew once, and these would keep the old ones

@@ -329,11 +329,11 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _check_real(module: torch.nn.Module) -> None:
-    """Check that no parameter is complex: DeepSpeed would go on with its real part."""
+    """Check that no parameter is complex: DeepSpeed goes on with its real part, and at stage 0 fails."""
     found = next((name for name, each in module.named_parameters() if each.is_complex()), None)
     if found is not None:
         raise SetupError(
-            f"{found!r} is complex, of which DeepSpeed keeps the real part alone; train it under 'ddp' or 'fsdp', or "
+            f"{found!r} is complex, which DeepSpeed does not train; train it under 'ddp' or 'fsdp', or "
             "keep two real parameters and view them as complex ones in the forward."
         )
 

@@ -34,7 +34,7 @@ class SteppedValues(torch.nn.Parameter):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         if values.shape != self.shape:
-            raise ValueError(
+            raise SetupError(
                 f"a part of shape {tuple(self.shape)} was given data of shape {tuple(values.shape)}; keep the shape."
             )
         with torch.no_grad():
