@@ -90,12 +90,15 @@ def follow_references(
         replaced: The parameters that it holds now by those that it held.
         lay_out: Lays a tensor that is kept for a parameter, and has its shape, out like the new one.
     """
-    _Replacement(replaced, lay_out).follow(
-        {name: value for name, value in vars(optimizer).items() if name not in _OWN}, vars(optimizer)
-    )
+    replacement = _Replacement(replaced, lay_out)
+    for name, value in list(vars(optimizer).items()):
+        if name not in _OWN:
+            vars(optimizer)[name] = replacement.of(value)
 
 
 class _Replacement:
+    """Replaces parameters, and the numbers that ``id`` gives them, in containers of containers."""
+
     def __init__(
         self,
         replaced: Mapping[torch.Tensor, torch.Tensor],
@@ -105,14 +108,7 @@ class _Replacement:
         self._lay_out = lay_out
         self._seen: set[int] = set()
 
-    def follow(self, attributes: Mapping[str, Any], owner: dict[str, Any]) -> None:
-        """Replace in attributes, and set those that are other objects then."""
-        for name, value in attributes.items() if self._by_id else ():
-            new = self._of(value)
-            if new is not value:
-                owner[name] = new
-
-    def _of(self, value: Any) -> Any:
+    def of(self, value: Any) -> Any:
         """Return what stands in the place of a value; containers are changed in place, tuples made anew."""
         if isinstance(value, torch.Tensor) and id(value) in self._by_id:
             return self._by_id[id(value)][1]
@@ -122,19 +118,19 @@ class _Replacement:
             self._seen.add(id(value))
             self._within(value)
         elif type(value) is tuple:
-            items = [self._of(each) for each in value]
+            items = [self.of(each) for each in value]
             return value if all(new is old for new, old in zip(items, value, strict=True)) else tuple(items)
         return value
 
     def _within(self, container: Any) -> None:
         if isinstance(container, list):
-            container[:] = [self._of(each) for each in container]
+            container[:] = [self.of(each) for each in container]
         elif isinstance(container, set):
-            items = [self._of(each) for each in container]
+            items = [self.of(each) for each in container]
             container.clear()
             container.update(items)
         else:
-            pairs = [(self._of(key), self._kept_for(key, self._of(value))) for key, value in container.items()]
+            pairs = [(self.of(key), self._kept_for(key, self.of(value))) for key, value in container.items()]
             container.clear()
             container.update(pairs)
 

@@ -147,6 +147,10 @@ def looked_at(stage: int) -> list[float]:
             strategy.backward(loss, model)
             strategy.optimizer_step(optimizer)
             losses.append(loss.item())
+        parts = optimizer.param_groups[0]["params"]
+        assert all(bool(part.data.isfinite().all()) and part.asked_for for part in parts)
+        model(torch.ones(2, 4))
+        assert not any(part.asked_for for part in parts), "ranks would ask one another before each forward"
         return losses
 
 

@@ -109,7 +109,10 @@ class ManualWrites:
         if not self._layout.spreads or not any(each.part_may_be_written for each in asked):
             return False
         self._collectives.barrier("what was written through optimizer.param_groups")
-        return self._collectives.any_true(any(each.part_is_written for each in self._held))
+        written = self._collectives.any_true(any(each.part_is_written for each in self._held))
+        for each in () if written else self._held:  # who has only looked is not asked again
+            each.settle()
+        return written
 
     def check_shown(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         """Check that the module shows what parts hold, as a hook before its ``state_dict``.
