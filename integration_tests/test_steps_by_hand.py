@@ -287,3 +287,58 @@ def test_an_optimizer_may_keep_its_parameters_where_it_likes(worlds: Any, layout
         optimizer.zero_grad()
     for weights in worlds(2).run(stepped_from_its_list, layout):
         oracle.assert_same_weights(weights, plain.state_dict(), 1e-6)
+
+
+class OwnMomentum(torch.optim.Optimizer):
+    """Steps whatever stands in its groups, as no optimizer of torch's does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("momentum_buffer", torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+            parameter.sub_(0.2 * state["momentum_buffer"])
+
+
+def put_whole_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in module.parameters():
+        whole = torch.arange(float(parameter.numel())).reshape(parameter.shape) / 10
+        optimizer.state[parameter]["momentum_buffer"] = whole
+
+
+def stepped_with_whole_state(layout: str, own: bool) -> Any:
+    name, options = LAYOUTS[layout]
+    with get_strategy(name, accelerator="cpu", **options) as strategy:
+        model, optimizer = make()
+        if own:
+            optimizer = OwnMomentum(model.parameters())
+        model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
+        for step in range(STEPS):
+            strategy.backward(model(batch(step, strategy.global_rank)).square().mean(), model)
+            if step != 1:
+                put_whole_state(model, optimizer)
+            strategy.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        saved = strategy.optimizer_state_dict(optimizer)
+        return strategy.broadcast(strategy.module_state_dict(model)), strategy.broadcast(saved)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "offloaded", "copies", "split"])
+def test_whole_state_may_be_given_by_hand(worlds: Any, layout: str, own: bool) -> None:
+    plain, optimizer = make()
+    for step in range(STEPS):
+        losses = [plain(batch(step, rank)).square().mean() for rank in range(2)]
+        torch.stack(losses).mean().backward()
+        if step != 1:
+            put_whole_state(plain, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights, state in worlds(2).run(stepped_with_whole_state, layout, own):
+        oracle.assert_same_weights(weights, plain.state_dict(), 1e-6)
+        for name, parameter in plain.named_parameters():
+            expected = optimizer.state[parameter]["momentum_buffer"]
+            torch.testing.assert_close(state["state"][name]["momentum_buffer"], expected)

@@ -241,12 +241,27 @@ def laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != parameter.shape:
         return value
-    value = value.to(parameter.device, parameter.dtype if value.is_floating_point() else value.dtype)
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-        rows = value.contiguous()  # as ``make_contiguous`` lays parameters out; a DTensor cannot show shards of others
-        shards = distribute_tensor(rows, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        return shards.to(parameter.device)  # those of an offloaded parameter are not where its mesh is
-    return value
+    dtype = parameter.dtype if value.is_floating_point() else value.dtype
+    return sharded_like(parameter, value.to(parameter.device, dtype))
+
+
+def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
+    """Shard a plain tensor of a DTensor's whole shape as that is.
+
+    Args:
+        parameter: A plain tensor, as which everything stays what it is, or a DTensor.
+        value: A tensor of the parameter's whole shape, the same on every rank; anything else is returned as it is.
+
+    Returns:
+        A DTensor of the same dtype, on the parameter's device.
+    """
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    if value.dim() == 0 or value.shape != parameter.shape:
+        return value
+    rows = value.contiguous()  # as ``make_contiguous`` lays parameters out; a DTensor cannot show shards of others
+    shards = distribute_tensor(rows, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return shards.to(parameter.device)  # those of an offloaded parameter are not where its mesh is
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.optim.kernels import can_use_kernel, fastest_kernel, fused_step_counter, inside_step, is_torch_step
-from shard_core.parameters import local_part
+from shard_core.parameters import local_part, sharded_like
 
 Closure = Callable[[], Any]
 
@@ -38,6 +38,7 @@ def local_step(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Closure],
     Yields:
         What makes of a closure the one to step with: it runs the module, whose parameters are what they are outside.
     """
+    _shard_whole_state(optimizer)
     groups, settings = _decided.get(optimizer, (0, None))
     if groups != len(optimizer.param_groups):
         settings = _settings_on_shards(optimizer)
@@ -48,6 +49,16 @@ def local_step(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Closure],
     shards = _Shards(optimizer, settings)
     with inside_step(optimizer, shards.swap_in, shards.swap_out):
         yield shards.outside
+
+
+def _shard_whole_state(optimizer: torch.optim.Optimizer) -> None:
+    """Shard whole tensors that the user has put into the state of DTensors, which their shards could not be mixed with.
+
+    Torch broadcasts a shard and a whole tensor, or steps the shard by the elements that come first.
+    """
+    for parameter, slots in optimizer.state.items():
+        if isinstance(parameter, DTensor) and isinstance(slots, dict):
+            slots.update({slot: sharded_like(parameter, value) for slot, value in slots.items()})
 
 
 def _settings_on_shards(optimizer: torch.optim.Optimizer) -> Mapping[str, bool] | None:
