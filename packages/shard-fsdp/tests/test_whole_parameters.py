@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shard_core import get_strategy
 from shard_core.testing import oracle
@@ -149,3 +150,70 @@ def test_ranks_may_reach_different_whole_parameters(worlds: Any) -> None:
         (model(batch(0, 0, rank), rank) / 2).backward()
     truth = {name: parameter.grad for name, parameter in model.named_parameters()}
     oracle.assert_same_weights(worlds(2).run(each_its_own)[0], truth, 1e-5, elementwise=True)
+
+
+class Turning(nn.Module):
+    """Complex numbers that turn what comes in, and a real scale for each of so many channels."""
+
+    def __init__(self, inputs: int, channels: int) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.randn(inputs, dtype=torch.cfloat))
+        self.scale = nn.Parameter(torch.randn(inputs, channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.turns).imag @ self.scale
+
+
+def make_turning() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make a module of a unit with more complex numbers and one with more real ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Turning(4, 1), nn.Tanh(), Turning(1, 5))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train_turning(optimizer: Any, backward: Callable[[int], Any], clip: Callable[[], Any]) -> list[float]:
+    norms = []
+    for step in range(STEPS):
+        backward(step)
+        norms.append(float(clip()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def turning(name: str, options: dict[str, Any]) -> Any:
+    with get_strategy(name, **options) as strategy:
+        model, optimizer = make_turning()
+        model, _ = strategy.setup_module_and_optimizers(model, [optimizer])
+        rank = strategy.distributed_sampler_kwargs["rank"]
+        norms = train_turning(
+            optimizer,
+            lambda step: strategy.backward(model(batch(step, 0, rank)).square().mean(), model),
+            lambda: strategy.clip_gradients_norm(model, optimizer, 0.5),
+        )
+        whole = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+        return whole, norms, {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "whole"),
+    [
+        ("fsdp", {}, ["0.scale", "2.scale"]),
+        ("fsdp", {"auto_wrap_policy": {Turning}}, ["0.scale", "2.turns"]),
+        ("hsdp", {"device_mesh": (2, 1)}, ["0.scale", "2.scale"]),
+        ("fsdp_cpu_offload", {}, ["0.scale", "2.scale"]),
+    ],
+)
+def test_complex_parameters_train_beside_real_ones(
+    worlds: Any, name: str, options: dict[str, Any], whole: list[str]
+) -> None:
+    model, optimizer = make_turning()
+    norms = train_turning(
+        optimizer,
+        lambda step: torch.stack([model(batch(step, 0, rank)).square().mean() for rank in range(2)]).mean().backward(),
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+    )
+    for kept, seen, weights in worlds(2).run(turning, name, options):
+        assert kept == whole
+        assert seen == pytest.approx(norms, rel=1e-5)
+        oracle.assert_same_weights(weights, model.state_dict(), 1e-5)

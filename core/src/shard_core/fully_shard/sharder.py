@@ -24,7 +24,7 @@ from shard_core.fully_shard.gradient_hooks import GradientHooks
 from shard_core.fully_shard.named_parameters import list_shards, shard_full_tensors
 from shard_core.fully_shard.object_outputs import shard_unit
 from shard_core.fully_shard.uneven_calls import UnevenCalls, at_end_of
-from shard_core.fully_shard.units import log_units, sharded_parts
+from shard_core.fully_shard.units import kept_whole, log_units, sharded_parts
 from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.initialization.materialize import Materializer, refuse_unset
 from shard_core.initialization.meta import initialise, needs_values
@@ -138,7 +138,6 @@ class FullySharder:
         Raises:
             SetupError: If a tensor has no values and nothing that gives it some.
         """
-        kept = {names.of(parameter) for parameter in whole}
         if needs_values(module, self._collectives):
             initialise(module, param_init_fn, self.recording(empty_init=False))
         make_contiguous(module)
@@ -147,6 +146,7 @@ class FullySharder:
         if lay_out is not None:
             lay_out(module)
         units = self._units(module)
+        kept = kept_whole(module, units, {names.of(parameter) for parameter in whole})
         self._shard(module, units, kept)
         values.allocate(
             device, parameters=torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device

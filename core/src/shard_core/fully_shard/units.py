@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shard_core.parameters import plain_module_name
+from shard_core.parameters import plain_module_name, plain_name
 from shard_core.preparation.submodules import num_bytes, runs_of_blocks
 
 if TYPE_CHECKING:
@@ -217,6 +218,38 @@ def _parting(module: nn.Module, groups: Sequence[Sequence[nn.Module]], dissolved
             shared = sum(len(set(steps)) == 1 for steps in zip(*each, strict=False))
             parting |= {number for stack in each for number in stack[shared:]}
     return parting
+
+
+def kept_whole(module: nn.Module, units: Sequence[Unit], asked: Collection[str]) -> set[str]:
+    """List the parameters that every rank keeps whole, as torch shards either complex or real ones of a unit.
+
+    Args:
+        module: The whole module.
+        units: Its units, inner ones before those around them, without the root's.
+        asked: Names of parameters that are to be kept whole anyhow.
+
+    Returns:
+        Those names, and of every unit that has both kinds the names of the kind that takes less memory.
+
+    Example:
+        >>> from torch import nn
+        >>> module = nn.ParameterDict({"real": torch.zeros(8), "complex": torch.zeros(3, dtype=torch.cfloat)})
+        >>> kept_whole(module, [], asked=())
+        {'complex'}
+    """
+    rest = {p: plain_name(name) for name, p in module.named_parameters() if p.dim() and p.numel()}
+    found: set[str] = set()
+    for modules in (*(unit.modules for unit in units), (module,)):
+        kinds: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
+        for parameter in itertools.chain.from_iterable(part.parameters() for part in modules):
+            name = rest.pop(parameter, None)
+            if name is not None and name not in asked:
+                kinds[parameter.is_complex()].append((parameter.nbytes, name))
+        fewer = min(kinds.values(), key=lambda kind: sum(size for size, _ in kind))
+        found.update(name for _, name in fewer)
+    if found:
+        log.info("kept whole on every rank, as their units hold real and complex parameters: %s", sorted(found))
+    return found.union(asked)
 
 
 def log_units(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:

@@ -195,9 +195,7 @@ def assert_same_weights(
         AssertionError: If names, shapes, dtypes or values differ.
     """
     _assert_same_layout(actual, expected)
-    pairs = {
-        name: (actual[name].double(), truth.double()) for name, truth in expected.items() if truth.is_floating_point()
-    }
+    pairs = {name: (_exactly(actual[name]), _exactly(truth)) for name, truth in expected.items() if _is_rounded(truth)}
     order = math.inf if elementwise else 2.0
     differences = {name: _distance(mine, truth, order) for name, (mine, truth) in pairs.items()}
     sizes = {name: _size(truth, order) for name, (_, truth) in pairs.items()}
@@ -226,8 +224,16 @@ def _assert_same_layout(actual: Mapping[str, torch.Tensor], expected: Mapping[st
             raise AssertionError(
                 f"{name!r} is {mine.dtype} {tuple(mine.shape)}, the oracle's is {truth.dtype} {tuple(truth.shape)}"
             )
-        if not truth.is_floating_point() and not torch.equal(mine, truth):
+        if not _is_rounded(truth) and not torch.equal(mine, truth):
             raise AssertionError(f"{name!r} is {mine.tolist()}, the oracle's is {truth.tolist()}")
+
+
+def _is_rounded(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _exactly(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _distance(mine: torch.Tensor, truth: torch.Tensor, order: float) -> float:

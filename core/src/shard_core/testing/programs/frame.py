@@ -12,7 +12,7 @@ import torch
 from shard_core.capability import Capability
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs.model import Model
-from shard_core.testing.programs.parts import PARTS, SKIPPING, WRITING
+from shard_core.testing.programs.parts import COMPLEX, PARTS, SKIPPING, WRITING
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.settings import (
     ALL_AT_ONCE,
@@ -24,8 +24,10 @@ from shard_core.testing.programs.settings import (
     KINDS,
     MADE_WHOLE,
     NOT_COMPILED,
+    NOT_COMPLEX,
     OPTIONS,
     PRECISIONS,
+    REAL_ALONE,
     SPARSE,
     SQUARE,
     TAKES,
@@ -39,7 +41,10 @@ if TYPE_CHECKING:
 
     from shard_core.plugins.info import StrategyInfo
 
-_RARE = {"empty": 0.3, "sparse": 0.3, "weighed": 0.6, "transposed": 0.0, "narrow": 0.0, "reassigned": 0.0}
+_RARE = {
+    **{"empty": 0.3, "sparse": 0.3, "weighed": 0.6},
+    **{"transposed": 0.0, "narrow": 0.0, "reassigned": 0.0, "turned": 0.0},
+}
 """How often a part is drawn, where less often than the others."""
 _BEGINS = 0.1
 """How often a collective sets the environment up."""
@@ -62,7 +67,7 @@ def possible(program: Program) -> bool:
     copied = program.averaged or program.precision == "bf16-true"
     if (copied and _writes(program.models)) or not _shared_as_taken(program):
         return False
-    if program.compiled and not _may_be_compiled(program):
+    if (program.compiled and not _may_be_compiled(program)) or not _may_be_complex(program):
         return False
     if not all(_may_be_sparse(program, spec) for spec in program.optimizers if _is_sparse(program, spec)):
         return False
@@ -80,6 +85,15 @@ def _has_part(models: Sequence[ModelSpec], part: str) -> bool:
 def _writes(models: Sequence[ModelSpec]) -> bool:
     """Check whether forwards of some models write to their parameters."""
     return any(_has_part(models, part) for part in WRITING)
+
+
+def _may_be_complex(program: Program) -> bool:
+    """Check that torch computes with complex parameters and steps them, where models have some."""
+    if not any(_has_part(program.models, part) for part in COMPLEX):
+        return True
+    if program.strategy.startswith(REAL_ALONE) or program.precision != "32-true" or program.compiled:
+        return False
+    return all(spec.kind not in NOT_COMPLEX and not spec.fused for spec in program.optimizers)
 
 
 def _misfits(models: Sequence[ModelSpec], option: str) -> bool:
@@ -221,7 +235,16 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):
         drawn = _taking(drawn, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
-    return dataclasses.replace(drawn, optimizers=lacking)
+    return _with_complex(dataclasses.replace(drawn, optimizers=lacking))
+
+
+def _with_complex(program: Program) -> Program:
+    """Return a program whose first model may have complex parameters."""
+    first, *others = program.models
+    added = dataclasses.replace(first, parts=(*first.parts, *COMPLEX))
+    turned = dataclasses.replace(program, models=(added, *others))
+    lot = random.Random(f"{program.seed} {' '.join(COMPLEX)}").random()
+    return turned if lot < _OFTEN and possible(turned) else program
 
 
 def _beginning(seed: int) -> str:

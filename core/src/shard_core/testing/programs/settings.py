@@ -103,6 +103,10 @@ COMPILED = ("before", "in place", "after")
 """Where models are compiled: before setup by ``torch.compile(model)`` or ``model.compile()``, or after it by this."""
 NOT_COMPILED = ("counter",)
 """Parts that torch's compiler gets wrong."""
+NOT_COMPLEX = ("adafactor",)
+"""Optimizers that step real parameters alone."""
+REAL_ALONE = ("deepspeed", "xla")
+"""What the names of strategies begin with under which complex parameters are refused, or were never seen."""
 FUSED = ("sgd", "momentum", "nesterov", "adam", "adamw", "amsgrad", "adagrad")
 """Those that torch can compute in one kernel on the CPU."""
 ALL_AT_ONCE = ("momentum", "nesterov")
@@ -147,7 +151,7 @@ LEFT_OUT = (
     "first forward of each part, and xla_fsdp never, as their pages say, for which none assigns other data either",
     "values drawn anew by torch.nn.init in bf16-true, whose dtype is the engine's, on devices other than the CPU, and "
     "of models whose parameters are not laid out by rows: torch draws in the order of memory, which engines set",
-    "gradients changed by a function of lists where some have no elements, or are of parameters that fsdp ignores: "
+    "gradients changed by a function of lists where some have no elements, or are of parameters that fsdp keeps whole: "
     "torch's take plain tensors or DTensors, and not both",
     "hooks on accumulated gradients, which see each rank's own",
     "hooks from after setup where devices are not CPUs: xla_fsdp refuses them, as its page says",
@@ -156,6 +160,8 @@ LEFT_OUT = (
     "clipping, a gradient scaler, weight decay, fused kernels and all optimizers but SGD without momentum and Adagrad "
     "where gradients are sparse: torch has no kernels for most of that",
     "sparse gradients changed through their data, which torch copies first",
+    "complex parameters in other precisions than 32-true, compiled, clipped by value, or squared in a loss: torch has "
+    "no kernels for most of that, and casts them to real ones",
     "precision 16-true, and on devices other than the CPU all but 32-true",
     "gradients set to zeros after a backward inside no_backward_sync, before one outside, which the contract refuses "
     "as it does steps, clipping and looking at gradients there: those are tried",

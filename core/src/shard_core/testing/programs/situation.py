@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.parts import FROZEN, SLOPE_ONCE, WRITING
-from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, runs_alone
+from shard_core.testing.programs.parts import COMPLEX, FROZEN, SLOPE_ONCE, WRITING
+from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, REAL_ALONE, runs_alone
 from shard_core.testing.programs.vocabulary import PREMATURE
 
 if TYPE_CHECKING:
@@ -137,7 +137,8 @@ class Situation:
                 allowed = self._files.have(operation, number, self._added)
         premature = isinstance(operation, ops.Fail) and operation.how in PREMATURE.values()
         finishes = premature or isinstance(operation, _FINISHING)
-        return not (finishes and self._unfinished) and allowed and self._has_kernels(operation, number)
+        allowed = allowed and self._has_kernels(operation, number) and self._takes_complex(operation, number)
+        return allowed and not (finishes and self._unfinished)
 
     def optimizer_of(self, operation: Operation) -> int | None:
         """Return the optimizer that an operation is about, or one of its module, if there is one."""
@@ -210,6 +211,19 @@ class Situation:
             case _:
                 known = True
         return known
+
+    def _takes_complex(self, operation: Operation, number: int) -> bool:
+        """Check whether torch computes an operation with complex parameters beside real ones, where there are some."""
+        match operation:
+            case ops.Switch(strategy=name):
+                number, real_alone = 0, name.startswith(REAL_ALONE)  # complex ones are in the first module
+            case ops.EditGradients(how=how):
+                real_alone = how in ("clipped", "foreach")
+            case ops.Backward(how=how):
+                real_alone = how == "squares"
+            case _:
+                real_alone = isinstance(operation, ops.ClipValue)
+        return not real_alone or set(COMPLEX).isdisjoint(self._program.models[number].parts)
 
     def _adds_up(self, operation: ops.Backward) -> bool:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""

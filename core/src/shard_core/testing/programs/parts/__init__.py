@@ -42,5 +42,7 @@ FROZEN = ("frozen", "adapter", "lora")
 """Parts with parameters that are not trained."""
 SKIPPING = ("extra", "spare")
 """Parts with parameters that some losses, or all, do not reach."""
-SLOPE_ONCE = ("attention", "heads")
-"""Parts whose kernels torch has no second derivatives of."""
+COMPLEX = ("turned",)
+"""Parts with complex parameters."""
+SLOPE_ONCE = ("attention", "heads", *COMPLEX)
+"""Parts whose kernels torch has no second derivatives of, or whose slopes have no real squares."""

@@ -216,6 +216,18 @@ class _Narrow(Part):
         return hidden * torch.sigmoid(self.gate(hidden))
 
 
+class _Turned(Part):
+    """Complex numbers that turn what comes in, beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        return torch.sin((hidden * self.turns).real * self.scale)
+
+
 class _Wide(Part):
     """A layer made in float64, which a precision casts like all others."""
 
@@ -247,5 +259,6 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "reassigned": _Reassigned,
     "transposed": _Transposed,
     "narrow": _Narrow,
+    "turned": _Turned,
 }
 """Parts with such parameters, by name."""

@@ -43,6 +43,7 @@ _BY_EACH_RANK = (
 )
 
 
+_INEXACT = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 _DRAWN = "is in another state than in plain PyTorch: other, more or fewer numbers were drawn from it"
 
 
@@ -60,7 +61,7 @@ def first_difference(
     found, true = flat(shown), flat(truth)
     largest: dict[str, float] = {}
     for key, value in true.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+        if isinstance(value, torch.Tensor) and value.dtype in _INEXACT and value.numel():
             kind = key.rpartition(".")[2] if key.startswith("state") else kind_of(key)
             largest[kind] = max(largest.get(kind, 0.0), float(value.abs().max()))
     gradients = [value for key, value in true.items() if kind_of(key) == "gradients"]
@@ -117,7 +118,8 @@ def distance(mine: Any, truth: Any, least: float = 0.0) -> float:
     same = torch.equal(own.isnan(), true.isnan()) and torch.equal(own[infinite], true[infinite])
     if not same or not bool(own[finite].isfinite().all()):
         return math.inf
-    true, own = true.double()[finite], own.double()[finite]
+    true, own = (torch.view_as_real(each) if each.is_complex() else each for each in (true[finite], own[finite]))
+    true, own = true.double(), own.double()
     if not true.numel():
         return 0.0
     return (own - true).abs().max().item() / max(true.abs().max().item(), least, 1e-12)

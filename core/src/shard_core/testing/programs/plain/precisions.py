@@ -68,6 +68,13 @@ def input_dtype(precision: str) -> torch.dtype:
     return dtype_named(table.parameter if table.autocast else table.compute)
 
 
+def _cast(tensors: Sequence[torch.Tensor], dtype: str) -> None:
+    """Cast tensors of real numbers in place: ``Module.to`` would make complex ones real."""
+    for each in tensors:
+        if each.is_floating_point():
+            each.data = each.data.to(dtype_named(dtype))
+
+
 class PlainPrecision:
     """Keeps a table of dtypes in plain PyTorch: casts, autocast, copies that optimizers step, and a loss's factor.
 
@@ -92,10 +99,8 @@ class PlainPrecision:
 
     def convert(self, model: Model) -> None:
         """Cast a model's parameters and buffers; what is frozen is never stepped, and has no other dtype."""
-        model.to(dtype_named(self._table.parameter))
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype_named(self._table.optimizer))
+        _cast([*model.parameters(), *model.buffers()], self._table.parameter)
+        _cast([each for each in model.parameters() if each.requires_grad], self._table.optimizer)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor in the dtype that the module itself has it in."""
@@ -168,11 +173,12 @@ class PlainPrecision:
             (loss * factor).backward(**more)
         else:
             loss.backward(gradient * factor, **more)
-        travels, adds_up = dtype_named(self._table.reduce), dtype_named(self._table.accumulate)
+        dtypes = dtype_named(self._table.reduce), dtype_named(self._table.accumulate)
         for parameter, mine, sum_ in zip(held, computed, before, strict=True):
             if mine.grad is None:
                 parameter.grad = sum_
                 continue
+            travels, adds_up = (mine.dtype, mine.dtype) if mine.is_complex() else dtypes
             share = (mine.grad.to(travels) / (factor * ranks)).to(adds_up)
             mine.grad = None
             parameter.grad = share if sum_ is None else sum_ + share
