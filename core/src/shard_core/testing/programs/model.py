@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shard_core.errors import nearest
-from shard_core.testing.programs.parts import LENGTH, PARTS, PLAN, VOCABULARY, WIDTH, Extra, Framed
+from shard_core.testing.programs.parts import LENGTH, PARTS, PLAN, VOCABULARY, WIDTH, Extra, Framed, Linear
 
 if TYPE_CHECKING:
     from shard_core.strategy import Strategy
@@ -150,6 +150,14 @@ class Model(nn.Module):
     def score(self, given: Batch, extra: bool = False) -> torch.Tensor:
         """Compute a number a row: a method other than forward that is trained through, too."""
         return tensors_of(self.forward(given, extra))[0].tanh().sum(1)
+
+    def layers(self, given: Batch, extra: bool = False) -> torch.Tensor:
+        """Compute a number a row through some layers alone, each called by itself, wherever it stands."""
+        del extra
+        rows: torch.Tensor = self.head(given.inputs.mean(1)).sum(1)
+        for part in self.parts.values():
+            rows = rows + (part.layer(given.inputs).mean((1, 2)) if isinstance(part, Linear) else 0.0)
+        return rows.tanh()
 
 
 def tensors_of(output: Output) -> list[torch.Tensor]:

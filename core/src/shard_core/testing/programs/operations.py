@@ -17,7 +17,8 @@ class Backward:
         rows: The samples of each data rank.
         how: ``"plain"``; ``"retain_graph"``: two backwards through one graph; ``"two_forwards"``: of one loss;
             ``"crossed"``: two forwards, then their backwards in the other order; ``"gradient"``: of the output and its
-            gradient; ``"method"``: through an entry method; ``"contrastive"``: each row's output is told from those of
+            gradient; ``"method"``: through an entry method; ``"layers"``: through layers that are called by
+            themselves; ``"contrastive"``: each row's output is told from those of
             all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named;
             ``"frozen"``: the layer on top is frozen before the backward, and trained again after it; ``"eval"``: of a
             module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients;
@@ -128,7 +129,8 @@ class EditGradients:
     Attributes:
         module: Which module.
         factor: By what they are multiplied.
-        how: ``"multiplied"``, ``"assigned"``, ``"data"``, ``"infinite"``, ``"clipped"`` or ``"foreach"``: at once.
+        how: ``"multiplied"``, ``"assigned"``, ``"data"``, ``"infinite"``, ``"clipped"``, ``"foreach"``: at once, or
+            ``"counted"``: divided by the square root of their number, too.
     """
 
     module: int = 0

@@ -197,9 +197,9 @@ class Situation:
             case ops.Initialize():
                 laid_out = "transposed" not in self._program.models[number].parts
                 known = laid_out and self._program.precision != "bf16-true"
-            case ops.Freeze() | ops.Backward(how="frozen"):
+            case ops.Freeze() | ops.Backward(how="frozen" | "layers"):
                 mine = (spec for spec in self._program.optimizers if spec.module == number)
-                recomputed = self._recomputes and isinstance(operation, ops.Backward)
+                recomputed = self._recomputes and getattr(operation, "how", "") == "frozen"
                 known = not (recomputed or any(spec.fused and spec.kind in ALL_AT_ONCE for spec in mine))
             case ops.Load(how=how):
                 waiting = how == "modules" or any(each.denominator is not None for each in self._modules)
@@ -240,7 +240,9 @@ class Situation:
         final = any(each.stale or each.clipped for each in pending)
         if final and (self._scaled or operation.denominator):
             return False
-        if operation.how == "contrastive" and (len(set(operation.rows)) > 1 or self._program.precision not in EXACT):
+        rounds = operation.how in ("contrastive", "layers") and self._program.precision not in EXACT
+        uneven = operation.how == "contrastive" and len(set(operation.rows)) > 1
+        if rounds or uneven or (operation.how == "layers" and self._program.compiled):
             return False
         if not operation.denominator:
             possible = 0 not in operation.rows

@@ -36,12 +36,13 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
     ops.Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
         "eval", "penalty", "by hand", "accumulated", "zeroed", "cleared", "detached", "squares",
+        "layers",
     ),
     ops.Forward: (
         "train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted", "failed", "failed evaluation",
         "interrupted by hand",
     ),
-    ops.EditGradients: ("multiplied", "infinite", "clipped", "assigned", "data", "foreach"),
+    ops.EditGradients: ("multiplied", "infinite", "clipped", "assigned", "data", "foreach", "counted"),
     ops.EditWeights: ("in place", "data", "groups", "groups' data"),
     ops.Load: ("path", "latest", "modules"),
     ops.Fail: ("save", "background", "unwaited", "load", "object", *PREMATURE.values()),
@@ -51,7 +52,9 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
 VARIANTS: dict[tuple[type[Any], str], str] = {
     (ops.Forward, "interrupted"): "interrupted by hand",
     (ops.Forward, "train"): "interrupted by hand",
+    (ops.Backward, "method"): "layers",
     (ops.EditGradients, "multiplied"): "foreach",
+    (ops.EditGradients, "assigned"): "counted",
     (ops.EditWeights, "in place"): "groups",
     (ops.EditWeights, "data"): "groups' data",
     (ops.Fail, "load"): "object",

@@ -14,7 +14,19 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["LENGTH", "PARTS", "PLAN", "SKIPPING", "SLOPE_ONCE", "VOCABULARY", "WIDTH", "WRITING", "Extra", "Framed"]
+__all__ = [
+    "LENGTH",
+    "PARTS",
+    "PLAN",
+    "SKIPPING",
+    "SLOPE_ONCE",
+    "VOCABULARY",
+    "WIDTH",
+    "WRITING",
+    "Extra",
+    "Framed",
+    "Linear",
+]
 
 #: How ranks that share layers split them, in the styles of Hugging Face's plans; the other parts stay whole.
 PLAN = {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from shard_core.testing.programs.operations import Operation
 
+_METHODS = {"unwrap": "unwrapped", "method": "score", "layers": "layers"}
 _NO_GRADIENTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "failed evaluation": torch.no_grad}
 
 
@@ -123,16 +124,16 @@ class Oracle(PlainRun):
 
     @_on_all.register(ops.EditGradients)
     def _(self, operation: ops.EditGradients) -> Values:
-        found = [each for each in self.models[operation.module].parameters() if each.grad is not None]
         if operation.how == "clipped":
-            torch.nn.utils.clip_grad_norm_(found, 0.5)
+            torch.nn.utils.clip_grad_norm_(self.models[operation.module].parameters(), 0.5)
             return {}
-        for parameter in found:
-            assert parameter.grad is not None
+        gradients = [each.grad for each in self.models[operation.module].parameters() if each.grad is not None]
+        for gradient in gradients:
+            count = max(gradient.numel(), 1) if operation.how == "counted" else 1
             if operation.how == "infinite":
-                parameter.grad.fill_(float("inf"))
+                gradient.fill_(float("inf"))
             else:
-                parameter.grad.mul_(operation.factor)
+                gradient.mul_(operation.factor / count**0.5)
         return {}
 
     @_on_all.register(ops.EditWeights)
@@ -256,8 +257,7 @@ class Oracle(PlainRun):
         return {"left": left, **self.state()}
 
     @_on_all.register(ops.Fail)
-    def _(self, operation: ops.Fail) -> Values:
-        del operation
+    def _(self, _: ops.Fail) -> Values:
         return {"failed": True, **self.state()}
 
     @_on_all.register(ops.SavePretrained)
@@ -312,8 +312,8 @@ class Oracle(PlainRun):
             case "through" | "detached":
                 fed = fed_back(given, self._run(0, given, rank), detached=operation.how == "detached")
                 loss = loss_of(self._run(1, fed, rank), given, reduction)
-            case "method":
-                score = self._run(module, given, rank, extra=extra, method="score")
+            case "method" | "layers":
+                score = self._run(module, given, rank, extra=extra, method=_METHODS[operation.how])
                 loss = score.sum() if operation.denominator else score.mean()
             case "penalty":
                 inputs = given.inputs.to(input_dtype(self._program.precision)).requires_grad_()
@@ -362,7 +362,7 @@ class Oracle(PlainRun):
             model.train()
             return {}
         with _NO_GRADIENTS.get(operation.how, contextlib.nullcontext)():
-            method = {"unwrap": "unwrapped", "method": "score"}.get(operation.how, "forward")
+            method = _METHODS.get(operation.how, "forward")
             output = tensors_of(self._run(operation.module, given, rank, method=method))[0]
         model.train()
         return {"output": output.detach().clone()}

@@ -205,8 +205,8 @@ class PlainRun:
             self._calls += 1
         model = self._precision.working(module, self.models[module])
         given = given._replace(inputs=given.inputs.to(input_dtype(self._program.precision)))
-        if method == "score":
-            return model.score(given, **given_too)
+        if method in ("score", "layers"):
+            return getattr(model, method)(given, **given_too)
         with self._precision.forward():
             return model(given, **given_too)
 

@@ -97,17 +97,18 @@ def _(operation: ops.ZeroByHand, *_: object) -> Lines:
 
 @statements.register(ops.EditGradients)
 def _(operation: ops.EditGradients, *_: object) -> Lines:
-    if operation.how == "clipped":
-        return [f"torch.nn.utils.clip_grad_norm_({MODULES[operation.module]}.parameters(), 0.5)"], []
     parameters = f"{MODULES[operation.module]}.parameters()"
+    if operation.how == "clipped":
+        return [f"torch.nn.utils.clip_grad_norm_({parameters}, 0.5)"], []
     if operation.how == "foreach":
         found = f"gradients = [each.grad for each in {parameters} if each.grad is not None]"
         return [found, "if gradients:", f"    torch._foreach_mul_(gradients, {operation.factor})"], []
-    loop = f"for parameter in {parameters}:"
     multiplied = f".mul_({operation.factor})"
-    edit = {"infinite": ".add_(float('inf'))", "data": f".data{multiplied}"}.get(operation.how, multiplied)
-    edit = f" = {operation.factor} * parameter.grad" if operation.how == "assigned" else edit
-    return [loop, "    if parameter.grad is not None:", f"        parameter.grad{edit}"], []
+    counted = f"{multiplied[:-1]} / max(parameter.grad.numel(), 1) ** 0.5)"
+    edits = {"infinite": ".add_(float('inf'))", "data": f".data{multiplied}", "counted": counted}
+    edits["assigned"] = f" = {operation.factor} * parameter.grad"
+    edit = f"        parameter.grad{edits.get(operation.how, multiplied)}"
+    return [f"for parameter in {parameters}:", "    if parameter.grad is not None:", edit], []
 
 
 @statements.register(ops.EditWeights)
@@ -371,8 +372,8 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
         case "through" | "detached":
             fed = f"fed_back(given, {MODULES[0]}(given){', detached=True' * (operation.how == 'detached')})"
             lines += [f"loss = loss_of({MODULES[1]}({fed}), given{reduction})", backward]
-        case "method":
-            score = f"strategy.unwrap({name}).score(given{extra})"
+        case "method" | "layers":
+            score = f"strategy.unwrap({name}).{'score' if operation.how == 'method' else 'layers'}(given{extra})"
             lines += [f"loss = {score}.{'sum' if operation.denominator else 'mean'}()", backward]
     inside = [f"with strategy.no_backward_sync({name}):", *(f"    {line}" for line in lines)]
     return inside if operation.deferred else lines, shown
