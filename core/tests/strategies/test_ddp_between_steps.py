@@ -183,3 +183,65 @@ def test_gradients_that_are_assigned_other_data_go_on_in_their_messages(worlds: 
     centralize(optimizer, lambda: ((mean_square(plain, 0) + mean_square(plain, 1)) / 2).backward())
     expected = pytest.approx(plain.weight.flatten().tolist(), abs=1e-6)
     assert worlds(2).run(centralized, as_views) == [expected] * 2
+
+
+class Normed(nn.Module):
+    """Normalizes by statistics of its rank's batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(inputs))
+
+
+def rows_of(step: int, rank: int) -> torch.Tensor:
+    return torch.linspace(-1 - rank, 1 + step, 24).reshape(4, 6).sin()
+
+
+def evaluating_alone(context: Any, evaluator: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Train, and evaluate on one rank between steps; return what that saw, and the weights at the end."""
+    with get_strategy("ddp") as strategy:
+        torch.manual_seed(0)
+        model = Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, _ = strategy.setup_module_and_optimizers(model, [optimizer])
+        outputs = []
+        for step in range(3):
+            for last in (False, True):
+                with strategy.no_backward_sync(model, enabled=not last):
+                    strategy.backward(model(rows_of(step, strategy.global_rank)).square().mean(), model)
+            optimizer.step()
+            optimizer.zero_grad()
+            if strategy.global_rank == evaluator:
+                model.eval()
+                with context():
+                    outputs.extend(model(rows_of(9, batch)) for batch in range(2))
+                model.train()
+            strategy.barrier()
+        return outputs, strategy.broadcast({name: each.clone() for name, each in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("evaluator", [0, 1])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_one_rank_may_evaluate_alone(worlds: Any, context: Any, evaluator: int) -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outputs = []
+    for step in range(3):
+        for _ in range(2):
+            before = {name: each.clone() for name, each in model.named_buffers()}
+            (model(rows_of(step, 1)).square().mean() / 2).backward()
+            model.load_state_dict(before, strict=False)  # the buffers are those of rank 0
+            (model(rows_of(step, 0)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            outputs.extend(model(rows_of(9, batch)) for batch in range(2))
+        model.train()
+    for rank, (seen, weights) in enumerate(worlds(2).run(evaluating_alone, context, evaluator)):
+        torch.testing.assert_close(seen, outputs if rank == evaluator else [])
+        torch.testing.assert_close(weights, {f"module.{name}": each for name, each in model.state_dict().items()})

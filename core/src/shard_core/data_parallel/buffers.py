@@ -1,4 +1,4 @@
-"""Buffers of modules under torch's DistributedDataParallel, sent before each forward rather than by the wrapper."""
+"""Buffers of modules under torch's DistributedDataParallel, sent before forwards rather than by the wrapper."""
 
 from __future__ import annotations
 
@@ -22,10 +22,29 @@ def sends_no_buffers() -> dict[str, bool]:
     return {"forward_sync_buffers" if newer else "broadcast_buffers": False}
 
 
-def send_before_forward(module: nn.Module, args: Any) -> None:
-    """Send buffers, as a forward pre-hook that can be pickled with its module."""
-    del args
-    send_buffers(module)
+class BufferExchange:
+    """Sends one module's buffers before each forward but those of evaluations, which one rank may run alone.
+
+    These find what was sent after the backward before them. Whether something is to be sent follows from which
+    forwards and backwards there were, never from values, which ranks do not share.
+    """
+
+    def __init__(self) -> None:
+        self._alike = True
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Send buffers, as a forward pre-hook that can be pickled with its module."""
+        del args
+        evaluates = not torch.is_grad_enabled() and not any(part.training for part in module.modules())
+        if not (evaluates and self._alike):
+            send_buffers(module)
+        self._alike = evaluates
+
+    def after_backward(self, module: nn.Module) -> None:
+        """Send what forwards have changed; every rank calls this."""
+        if not self._alike:
+            send_buffers(module)
+        self._alike = True
 
 
 @torch.no_grad()

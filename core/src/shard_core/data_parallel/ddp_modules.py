@@ -17,7 +17,7 @@ from shard_core._versions import in_backward
 from shard_core.data.transfer import move
 from shard_core.data_parallel.accumulation_nodes import AccumulationNodes
 from shard_core.data_parallel.bucket_views import BucketViews
-from shard_core.data_parallel.buffers import send_before_forward, send_buffers, sends_no_buffers
+from shard_core.data_parallel.buffers import BufferExchange, send_buffers, sends_no_buffers
 from shard_core.data_parallel.unsynced import Unsynced
 from shard_core.errors import SetupError
 from shard_core.forward_calls import ForwardContexts
@@ -83,9 +83,9 @@ class DDPModules:
             send_buffers(module)
         else:
             send_values(module)
-        self._replicas[wrapped] = _Replica(module, wrapped, self._device, may_leave_out=self._may_leave_out)
+        replica = self._replicas[wrapped] = _Replica(module, wrapped, self._device, may_leave_out=self._may_leave_out)
         if self._broadcast_buffers:
-            wrapped.register_forward_pre_hook(send_before_forward)
+            wrapped.register_forward_pre_hook(replica.buffers.before_forward)
         return wrapped
 
     @property
@@ -112,7 +112,7 @@ class DDPModules:
         for replica in ready:
             loss = replica.get_ready(loss)
         loss.backward(**kwargs)
-        for replica in replicas:
+        for wrapped, replica in list(self._replicas.items()):
             if replica in ready:
                 replica.finish()
             else:
@@ -122,6 +122,8 @@ class DDPModules:
                 replica.note_unsent()
             replica.waits = not replica.synced
             replica.views.note()
+            if replica.synced and not kwargs.get("retain_graph"):  # a graph that is kept may read them
+                replica.buffers.after_backward(wrapped)
 
     def drop_unfinished(self) -> None:
         """Throw away all gradients, and what a backward that an exception has ended was about to send."""
@@ -174,7 +176,7 @@ class _Replica:
         reached: Those the backward at hand has come to.
         waits: Whether the last backward was deferred here, alike on every rank, whatever it has reached.
         mark: What the graph of a forward's outputs is marked with.
-        views: Where the wrapper keeps gradients.
+        views, buffers: Where the wrapper keeps gradients; what sends buffers.
         unsynced: Has the wrapper average nothing in forwards: it gets ready when a backward begins.
     """
 
@@ -183,7 +185,7 @@ class _Replica:
         self.parameters = list(named.values())
         self.trained = {name: p for name, p in named.items() if p.requires_grad}
         self.reached: set[torch.Tensor] = set()
-        self.waits, self.mark = False, object()
+        self.waits, self.mark, self.buffers = False, object(), BufferExchange()
         self.views = BucketViews(self.trained.values() if getattr(wrapped, "gradient_as_bucket_view", False) else ())
         self._others = [p for p in self.parameters if not p.requires_grad]
         self._may_leave_out = may_leave_out
@@ -297,8 +299,7 @@ class _Replica:
         for parameter in self.parameters:
             parameter.grad = None
         self.reached.clear()
-        self._unsent.clear()
-        self._with_gradients, self._sent, self.waits = set(), True, False
+        self._unsent, self._with_gradients, self._sent, self.waits = set(), set(), True, False
         if self._static:  # the wrapper learns from its very first backward alone, and that has begun
             self._graph = frozenset()
         if self.wrapper is not None:  # made anew, as where it was pickled, with a reducer that has not begun
@@ -336,8 +337,7 @@ class _Replica:
         for hook in self._hooks:
             hook.remove()
 
-    def _end_forward(self, module: DistributedDataParallel, args: Any, output: Any) -> None:
-        del args
+    def _end_forward(self, module: DistributedDataParallel, _: Any, output: Any) -> None:
         self.unsynced.leave()
         # What ran where gradients are deferred need not reach all of them.
         for tensor in _tensors(output) if module.require_backward_grad_sync or self._static else ():
