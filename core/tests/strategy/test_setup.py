@@ -81,6 +81,14 @@ def test_what_was_not_set_up_is_refused() -> None:
     assert strategy.unwrap(module) is module
 
 
+def test_an_optimizer_over_two_modules_is_told_what_to_do() -> None:
+    strategy = get_strategy("single")
+    first, second = strategy.setup_module(nn.Linear(2, 1)), strategy.setup_module(nn.Linear(2, 1))
+    optimizer = torch.optim.Adam([*first.parameters(), second.weight])
+    with pytest.raises(SetupError, match="holds 2 parameters of one module and 1 others"):
+        strategy.setup_optimizer(optimizer)
+
+
 def initial_weights_and_masks(strategy_name: str) -> Any:
     with get_strategy(strategy_name) as strategy:
         strategy.seed_everything(3)

@@ -202,3 +202,75 @@ def test_a_closure_computes_with_what_its_step_has_assigned(worlds: Any, stage: 
         assert losses == pytest.approx(expected, abs=1e-6)
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(weights[name], value, atol=1e-6, rtol=0)
+
+
+def _grad_in_place(part: torch.Tensor) -> None:
+    assert part.grad is not None
+    part.grad.mul_(3)
+
+
+def _grad_through_data(part: torch.Tensor) -> None:
+    assert part.grad is not None
+    part.grad.data.mul_(3)
+
+
+def _grad_given_data(part: torch.Tensor) -> None:
+    assert part.grad is not None
+    part.grad.data = part.grad.data * 3
+
+
+def _another_grad(part: torch.Tensor) -> None:
+    assert part.grad is not None
+    part.grad = part.grad * 3
+
+
+def _step_with_gradients(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[torch.Tensor], object],
+    clip: Callable[[], torch.Tensor],
+    write: Callable[[torch.Tensor], None],
+) -> list[float]:
+    """Take three steps of two backwards, changing gradients after each; return the norms."""
+    norms = []
+    for step in range(3):
+        for micro_batch in range(2):
+            backward(model(torch.full((2, 4), 1.0 + step + micro_batch)).square().mean())
+            for group in optimizer.param_groups:
+                for part in group["params"]:
+                    write(part)
+        norms.append(float(clip()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def stepped_with_gradients(stage: int, write: Callable[[torch.Tensor], None], options: dict[str, Any]) -> Any:
+    with get_strategy("deepspeed", stage=stage, **options) as strategy:
+        model = _model()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(
+            model, [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
+        )
+        norms = _step_with_gradients(
+            model,
+            optimizer,
+            lambda loss: strategy.backward(loss, model),
+            lambda: strategy.clip_gradients_norm(model, optimizer, 1.0),
+            write,
+        )
+        return norms, whole_weights(strategy, model)
+
+
+@pytest.mark.parametrize("write", [_grad_in_place, _grad_through_data, _grad_given_data, _another_grad])
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {}), (3, {}), (3, {"param_persistence_threshold": 0})])
+def test_changed_gradients_of_parts_are_stepped(
+    worlds: Any, stage: int, options: dict[str, Any], write: Callable[[torch.Tensor], None]
+) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    expected = _step_with_gradients(
+        model, optimizer, torch.Tensor.backward, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), write
+    )
+    for norms, weights in worlds(2).run(stepped_with_gradients, stage, write, options):
+        assert norms == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(weights, model.state_dict())

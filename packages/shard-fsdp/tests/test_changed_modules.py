@@ -160,3 +160,27 @@ def test_exchanged_parameters_are_refused_by_name(worlds: Any, how: str, options
     for message in worlds(2).run(exchanged, how, options):
         assert "is not the parameter that setup has left there" in message, message
         assert message.startswith(("'2.", "'0.weight'")), message
+
+
+def forgotten(name: str) -> tuple[str, bool]:
+    """Step with an optimizer from before setup that was not set up; return the refusal, and whether weights changed."""
+    with get_strategy(name) as strategy:
+        made = build()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        model = strategy.setup_module(made)
+        before = dict(strategy.module_state_dict(model))
+        strategy.backward(model(torch.ones(2, 3, 3, 3)).square().mean(), model)
+        refusal = ""
+        try:
+            optimizer.step()
+        except SetupError as error:
+            refusal = str(error)
+        after = strategy.module_state_dict(model)
+        return refusal, not all(torch.equal(before[key], after[key]) for key in after)
+
+
+def test_an_optimizer_that_was_forgotten_steps_or_says_so(worlds: Any) -> None:
+    assert worlds(2).run(forgotten, "ddp")[0] == ("", True)
+    for refusal, changed in worlds(2).run(forgotten, "fsdp"):
+        assert "was not set up, and steps parameters that setup has replaced" in refusal
+        assert not changed

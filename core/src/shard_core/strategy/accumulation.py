@@ -263,6 +263,29 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def check_may_be_strange(optimizer: torch.optim.Optimizer, known: SetUpModule) -> None:
+    """Check that an optimizer that was not set up steps nothing of a module that it would train wrong, or not at all.
+
+    Args:
+        optimizer: One of plain PyTorch's.
+        known: What was set up.
+
+    Raises:
+        SetupError: If gradients of what it steps are not final, or no loss reaches it any more.
+    """
+    stepped = stepped_by(optimizer)
+    if known.waits and not known.known.isdisjoint(stepped):
+        wrong = "parameters whose gradients are yet to be divided by denominators or unscaled"
+    elif any(each in known.names and each not in known.known for each in stepped):
+        wrong = "parameters that setup has replaced in the module, so that no loss reaches them"
+    else:
+        return
+    raise SetupError(
+        f"this {type(optimizer).__name__} was not set up, and steps {wrong}; pass it to setup_module_and_optimizers() "
+        "with its module, or to setup_optimizer()."
+    )
+
+
 def note_guests(modules: Sequence[SetUpModule]) -> None:
     """Note which optimizers were given groups of other modules' parameters, whose gradients count for them, too.
 

@@ -14,7 +14,13 @@ from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.errors import InvalidOption, SetupError
 from shard_core.gradients import is_differentiable
 from shard_core.parameters import plain_name
-from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad, has_gradients, stepped_by
+from shard_core.strategy.accumulation import (
+    Accumulation,
+    NotedZeroGrad,
+    check_may_be_strange,
+    has_gradients,
+    stepped_by,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -262,15 +268,10 @@ class Registry:
             )
 
     def _check_set_up(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step of an optimizer that was never set up, where it would take gradients that are not final."""
+        """Refuse a step of an optimizer that was never set up, where it would train wrong or nothing."""
         for known in self._modules:
-            waits = known.waits and optimizer not in (*known.optimizers, *known.guests)
-            if waits and not known.known.isdisjoint(stepped_by(optimizer)):
-                raise SetupError(
-                    f"this {type(optimizer).__name__} was not set up, and steps parameters whose gradients are yet to "
-                    "be divided by denominators or unscaled; pass it to setup_module_and_optimizers() with its module, "
-                    "or to setup_optimizer()."
-                )
+            if optimizer not in (*known.optimizers, *known.guests):
+                check_may_be_strange(optimizer, known)
 
     def find(self, module: nn.Module) -> SetUpModule | None:
         """Find a module by itself or by what the user calls."""
@@ -314,13 +315,20 @@ class Registry:
         """Find the module whose parameters an optimizer holds, as they are or as they were.
 
         Raises:
-            SetupError: If there is none.
+            SetupError: If there is none, or it holds some of several.
         """
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = stepped_by(optimizer)
         for known in self._modules:
             now = {id(parameter) for parameter in known.module.parameters()}
-            if all(id(parameter) in now or parameter in known.names for parameter in held):
+            mine = sum(id(parameter) in now or parameter in known.names for parameter in held)
+            if mine == len(held):
                 return known
+            if mine:
+                raise SetupError(
+                    f"this {type(optimizer).__name__} holds {mine} parameters of one module and {len(held) - mine} "
+                    "others, and its state is saved under the names of one; give each module an optimizer of its own, "
+                    "or set up one module that has both."
+                )
         raise SetupError(
             f"this {type(optimizer).__name__} holds parameters of no module that was set up; "
             "call setup_module() for the module first."

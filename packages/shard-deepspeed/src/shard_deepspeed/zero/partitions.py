@@ -246,17 +246,20 @@ class Shards(Flat):
         return own
 
     def make_ready(self, trained: Iterable[TrainedParameter]) -> None:
-        """Zero what is not to be added to: DeepSpeed adds gradients up in one place."""
+        """Put in place what is to be added to: DeepSpeed adds gradients up in one."""
         _versions.gather_persistent(self._zero)
         _versions.add_up(self._zero)
         for each in trained:
-            if each.part.values.grad is None:
-                self._gradients[id(each.parameter)].zero_()
+            place, gradient = self._gradients[id(each.parameter)], each.part.values.grad
+            if gradient is None:
+                place.zero_()
+            elif gradient.data_ptr() != place.data_ptr():  # another one, or one that was given other data
+                place.copy_(gradient)
 
     def collect(self, averaged: Sequence[TrainedParameter]) -> None:
-        """Show the place where gradients add up."""
+        """Show the place where gradients add up, in a tensor that may be given other data."""
         for each in averaged:
-            each.part.values.grad = self._gradients[id(each.parameter)]
+            each.part.values.grad = self._gradients[id(each.parameter)].detach()
 
     def publish(self) -> None:
         """Gather what stays whole between steps."""
