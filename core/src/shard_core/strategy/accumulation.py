@@ -263,7 +263,7 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def check_may_be_strange(optimizer: torch.optim.Optimizer, known: SetUpModule) -> None:
+def check_strange(optimizer: torch.optim.Optimizer, known: SetUpModule) -> None:
     """Check that an optimizer that was not set up steps nothing of a module that it would train wrong, or not at all.
 
     Args:

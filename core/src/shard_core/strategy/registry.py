@@ -14,13 +14,7 @@ from shard_core.checkpoint.state.training_state import KeySpace
 from shard_core.errors import InvalidOption, SetupError
 from shard_core.gradients import is_differentiable
 from shard_core.parameters import plain_name
-from shard_core.strategy.accumulation import (
-    Accumulation,
-    NotedZeroGrad,
-    check_may_be_strange,
-    has_gradients,
-    stepped_by,
-)
+from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad, check_strange, has_gradients, stepped_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -271,7 +265,7 @@ class Registry:
         """Refuse a step of an optimizer that was never set up, where it would train wrong or nothing."""
         for known in self._modules:
             if optimizer not in (*known.optimizers, *known.guests):
-                check_may_be_strange(optimizer, known)
+                check_strange(optimizer, known)
 
     def find(self, module: nn.Module) -> SetUpModule | None:
         """Find a module by itself or by what the user calls."""
