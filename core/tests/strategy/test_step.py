@@ -31,6 +31,7 @@ INPUT = torch.linspace(-1, 2, 12).view(4, 3)
             lambda module: module(INPUT),
             r"the loss has shape \(4, 1\); reduce it to a scalar, e.g. with .mean\(\), or pass gradient=, ",
         ),
+        (lambda module: module(INPUT)[:, :0], r"the loss has shape \(4, 0\); compute it in the module's forward: "),
         (lambda module: module(INPUT).mean().detach(), "the loss has no gradient to follow"),
     ],
 )

@@ -378,10 +378,10 @@ def _check_loss(loss: object, gradient: object) -> None:
     if not isinstance(loss, torch.Tensor):
         raise InvalidOption(f"the loss is of type {type(loss).__name__}; give a scalar tensor.")
     if gradient is None and loss.numel() != 1:
-        raise InvalidOption(
-            f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, e.g. with .mean(), or pass gradient=, "
-            "what a later computation's gradient by it is."
-        )
+        advice = "reduce it to a scalar, e.g. with .mean(), or pass gradient=, what a later gradient by it is"
+        if not loss.numel():
+            advice = "compute it in the module's forward: outside, engines that spread parameters may have empty ones"
+        raise InvalidOption(f"the loss has shape {tuple(loss.shape)}; {advice}.")
     if gradient is not None:
         if not isinstance(gradient, torch.Tensor):
             raise InvalidOption(f"gradient is of type {type(gradient).__name__}; give a tensor of the loss's shape.")

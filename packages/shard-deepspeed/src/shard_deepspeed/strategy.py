@@ -213,8 +213,9 @@ class DeepSpeedStrategy(Strategy):
         except RuntimeError as error:
             if self.config.zero_stage == 3 and any(sign in str(error) for sign in _READS_NOTHING):
                 raise SetupError(
-                    "the loss holds a gradient from torch.autograd.grad(..., create_graph=True), whose graph reads "
-                    "parameters of which stage 3 has nothing any more; take stage 1 or 2, or 'fsdp'."
+                    "the graph of the loss reads parameters of which stage 3 has nothing any more: it holds a gradient "
+                    "from torch.autograd.grad(..., create_graph=True), or one with retain_graph=True has come through "
+                    "it before; take stage 1 or 2, or 'fsdp'."
                 ) from error
             if self.config.zero_stage != 3 or not any(sign in str(error) for sign in _READ_OUTSIDE):
                 raise
