@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, STUBBORN, everything, optimizers_over
 from shard_core.testing.programs.vocabulary import PREMATURE
+from shard_core.testing.programs.writing.edits import edited_gradients, edited_weights
 from shard_core.testing.programs.writing.expressions import (
     added_group,
     batch_of,
-    grouped,
     owned,
     shown_state,
     states_of,
@@ -97,32 +97,12 @@ def _(operation: ops.ZeroByHand, *_: object) -> Lines:
 
 @statements.register(ops.EditGradients)
 def _(operation: ops.EditGradients, *_: object) -> Lines:
-    parameters = f"{MODULES[operation.module]}.parameters()"
-    if operation.how == "clipped":
-        return [f"torch.nn.utils.clip_grad_norm_({parameters}, 0.5)"], []
-    if operation.how == "foreach":
-        found = f"gradients = [each.grad for each in {parameters} if each.grad is not None]"
-        return [found, "if gradients:", f"    torch._foreach_mul_(gradients, {operation.factor})"], []
-    multiplied = f".mul_({operation.factor})"
-    counted = f"{multiplied[:-1]} / max(parameter.grad.numel(), 1) ** 0.5)"
-    edits = {"infinite": ".add_(float('inf'))", "data": f".data{multiplied}", "counted": counted}
-    edits["assigned"] = f" = {operation.factor} * parameter.grad"
-    edit = f"        parameter.grad{edits.get(operation.how, multiplied)}"
-    return [f"for parameter in {parameters}:", "    if parameter.grad is not None:", edit], []
+    return edited_gradients(operation), []
 
 
 @statements.register(ops.EditWeights)
 def _(operation: ops.EditWeights, program: Program, *_: object) -> Lines:
-    shown = [f"**{shown_state(program)}"] * operation.shown
-    if operation.how.startswith("groups"):
-        edited = "parameter.data" if operation.how == "groups' data" else "parameter"
-        loop = f"    for parameter in {grouped(program, operation.module)}:"
-        return ["with torch.no_grad():", loop, f"        {edited}.mul_({operation.factor})"], shown
-    chosen = f"parameters = list({MODULES[operation.module]}.parameters())"
-    edited, factor = f"parameters[{operation.which} % len(parameters)]", operation.factor
-    if operation.how == "data":
-        return [chosen, f"edited = {edited}", f"edited.data = edited.data * {factor}"], shown
-    return [chosen, "with torch.no_grad():", f"    {edited}.mul_({factor})"], shown
+    return edited_weights(operation, program), [f"**{shown_state(program)}"] * operation.shown
 
 
 @statements.register(ops.ChangeLearningRate)
