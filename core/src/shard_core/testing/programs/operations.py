@@ -130,7 +130,7 @@ class EditGradients:
         module: Which module.
         factor: By what they are multiplied.
         how: ``"multiplied"``, ``"assigned"``, ``"data"``, ``"infinite"``, ``"clipped"``, ``"foreach"``: at once, or
-            ``"counted"``: divided by the square root of their number, too.
+            ``"counted"``: by the square root of their number, too; ``"groups' data"``: what optimizers hold, by data.
     """
 
     module: int = 0

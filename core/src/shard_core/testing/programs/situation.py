@@ -180,7 +180,7 @@ class Situation:
     def _has_kernels(self, operation: Operation, number: int) -> bool:
         """Check whether torch computes an operation where models are compiled, steps are fused or gradients sparse."""
         match operation:
-            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "data"):
+            case ops.ClipNorm() | ops.ClipValue() | ops.EditGradients(how="infinite" | "data" | "groups' data"):
                 known = "sparse" not in self._program.models[number].parts
             case ops.EditGradients(how="clipped" | "foreach"):
                 known = {"sparse", "empty"}.isdisjoint(self._program.models[number].parts) and not self._ignores

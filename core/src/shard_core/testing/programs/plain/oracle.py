@@ -127,8 +127,9 @@ class Oracle(PlainRun):
         if operation.how == "clipped":
             torch.nn.utils.clip_grad_norm_(self.models[operation.module].parameters(), 0.5)
             return {}
-        gradients = [each.grad for each in self.models[operation.module].parameters() if each.grad is not None]
-        for gradient in gradients:
+        grouped = operation.how == "groups' data"
+        held = self._grouped(operation.module) if grouped else self.models[operation.module].parameters()
+        for gradient in [each.grad for each in held if each.grad is not None]:
             count = max(gradient.numel(), 1) if operation.how == "counted" else 1
             if operation.how == "infinite":
                 gradient.fill_(float("inf"))
@@ -139,11 +140,9 @@ class Oracle(PlainRun):
     @_on_all.register(ops.EditWeights)
     def _(self, operation: ops.EditWeights) -> Values:
         parameters = list(self.models[operation.module].parameters())
-        edited = [parameters[operation.which % len(parameters)]]
+        edited: list[torch.Tensor] = [parameters[operation.which % len(parameters)]]
         if operation.how.startswith("groups"):
-            own = zip(self.optimizers, self._program.optimizers, strict=True)
-            groups = [group for each, spec in own if spec.module == operation.module for group in each.param_groups]
-            edited = [parameter for group in groups for parameter in group["params"]]
+            edited = self._grouped(operation.module)
         with torch.no_grad():
             for parameter in edited:
                 parameter.mul_(operation.factor)

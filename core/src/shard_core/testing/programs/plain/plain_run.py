@@ -193,6 +193,12 @@ class PlainRun:
         MASKS.given = []
         return [together(shown)] * len(shown) if together else shown
 
+    def _grouped(self, module: int) -> list[torch.Tensor]:
+        """List what the optimizers of a module hold."""
+        mine = zip(self.optimizers, self._program.optimizers, strict=True)
+        groups = [group for each, spec in mine if spec.module == module for group in each.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
     def _run(self, module: int, given: Batch, rank: int, *, method: str = "forward", **given_too: bool) -> Any:
         """Run a method of a module as the strategy would: after an exchange of buffers, where its card says so.
 

@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.program import Program
 
 
-def edited_gradients(operation: ops.EditGradients) -> list[str]:
-    """Write the lines that change a module's gradients."""
+def edited_gradients(operation: ops.EditGradients, program: Program) -> list[str]:
+    """Write the lines that change a module's gradients, or those of what its optimizers hold."""
+    if operation.how == "groups' data":
+        loop = f"for parameter in {grouped(program, operation.module)}:"
+        edit = f"        parameter.grad.data = {operation.factor} * parameter.grad.data"
+        return [loop, "    if parameter.grad is not None:", edit]
     parameters = f"{MODULES[operation.module]}.parameters()"
     if operation.how == "clipped":
         return [f"torch.nn.utils.clip_grad_norm_({parameters}, 0.5)"]

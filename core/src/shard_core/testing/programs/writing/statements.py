@@ -96,8 +96,8 @@ def _(operation: ops.ZeroByHand, *_: object) -> Lines:
 
 
 @statements.register(ops.EditGradients)
-def _(operation: ops.EditGradients, *_: object) -> Lines:
-    return edited_gradients(operation), []
+def _(operation: ops.EditGradients, program: Program, *_: object) -> Lines:
+    return edited_gradients(operation, program), []
 
 
 @statements.register(ops.EditWeights)
