@@ -19,6 +19,7 @@ from shard_core.checkpoint.state.app_state import AppState
 from shard_core.checkpoint.state.filtered import TrainedState
 from shard_core.checkpoint.storage.opening import check_path
 from shard_core.errors import CheckpointError, CollectiveError, InvalidOption
+from shard_core.optim.alike_groups import numbers_of, warn_if_different
 from shard_core.strategy.random_state import (
     check_random_state,
     joint_random_state,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shard_core.checkpoint.interface import BegunSave, LoadedCheckpoint
     from shard_core.checkpoint.interop.mismatch import Names
     from shard_core.checkpoint.state.training_state import TrainingState
+    from shard_core.optim.alike_groups import Numbers
     from shard_core.strategy.random_state import RankState
 
 T = TypeVar("T")
@@ -102,7 +104,7 @@ class StrategyCheckpointing(StrategyStateDict):
                 values[FROZEN_KEY] = left_out
             return described, values
 
-        def announce() -> tuple[RankState, Any]:
+        def announce() -> tuple[RankState, Any, Numbers]:
             nonlocal begun
             random = self._random_state()
             begun = self.checkpoint_io.begin_save(
@@ -112,7 +114,7 @@ class StrategyCheckpointing(StrategyStateDict):
                 state_dict_type=form(),
                 blocking=blocking,
             )
-            return random, None if begun is None else begun.announcement
+            return random, None if begun is None else begun.announcement, numbers_of(self._contents(state).optimizers)
 
         try:
             (tensors, values), answers = self._prepared("saving", path, collect, announce)
@@ -125,8 +127,10 @@ class StrategyCheckpointing(StrategyStateDict):
             raise
         if FROZEN_KEY in values:
             tensors = TrainedState(tensors, values[FROZEN_KEY])
-        values[RANDOM_KEY] = joint_random_state([random for random, _ in answers])
-        announcements = [each for _, each in answers]
+        values[RANDOM_KEY] = joint_random_state([random for random, _, _ in answers])
+        announcements = [each for _, each, _ in answers]
+        if self.is_global_zero:
+            warn_if_different([numbers for _, _, numbers in answers])
         if begun is not None and None in announcements:  # not on every rank: save() raises that
             begun.abandon()
             begun = None
