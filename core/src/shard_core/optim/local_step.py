@@ -58,7 +58,9 @@ def _shard_whole_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for parameter, slots in optimizer.state.items():
         if isinstance(parameter, DTensor) and isinstance(slots, dict):
-            slots.update({slot: sharded_like(parameter, value) for slot, value in slots.items()})
+            for slot, value in slots.items():
+                if type(value) is torch.Tensor and value.dim():  # looked at in every step, and hardly ever so
+                    slots[slot] = sharded_like(parameter, value)
 
 
 def _settings_on_shards(optimizer: torch.optim.Optimizer) -> Mapping[str, bool] | None:
