@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
@@ -28,9 +29,8 @@ _HEAD = '''\
 {before}import torch
 {more}
 from shard_core import {imports}
-from shard_core.testing.programs import Model, batch, contrast_of, evaluate, failing, fails, fed_back
-from shard_core.testing.programs import interrupted, loss_of, parameters_of, print_shown, state, tensors_of
-{asked}
+from shard_core.testing.programs import {own}
+
 
 '''
 _TAIL = """\
@@ -39,6 +39,11 @@ _TAIL = """\
 if __name__ == "__main__":  # {commands}
     {call}()
 """
+_OWN = (
+    *("Model", "Stubborn", "batch", "contrast_of", "evaluate", "failing", "fails", "fed_back", "interrupted"),
+    *("loss_of", "parameters_of", "print_shown", "refused", "state", "tensors_of"),
+)
+"""What scripts import of the kit where they name it."""
 _MODULES = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 """The modules that options name and ``import torch`` may leave out."""
 _COMPILED = {
@@ -75,7 +80,7 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
     Returns:
         Python; ``show(number, **values)`` is called once after setup, with -1, and once after each operation.
     """
-    lines = [*_build(program), "", "", *_main(program)]
+    body = "\n".join([*_build(program), "", "", *_main(program)])
     imports = "ExponentialMovingAverage, get_strategy" if program.averaged else "get_strategy"
     parts = segments(program)
     several = len(parts) > 1
@@ -85,12 +90,10 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
     named = [name for name in _MODULES if any(name in option for option in program.options)]
     more = "".join(f"import {name}\n" for name in named)
     more += "from torch.distributed.fsdp.wrap import wrap\n" * program.wrapped
-    tries = any(isinstance(each, ops.Attempt) for each in program.operations)
-    needed = ["Stubborn"] * (STUBBORN in everything(program)) + ["refused"] * tries
-    asked = f"from shard_core.testing.programs import {', '.join(needed)}\n" if needed else ""
-    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports, more=more, asked=asked)
+    own = ", ".join(name for name in _OWN if re.search(rf"\b{name}\b", body))
+    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports, more=more, own=own)
     tail = _TAIL.format(commands=", then ".join(commands), call="globals()[sys.argv[1]]" if several else "main")
-    return head + "\n".join(lines) + tail
+    return head + body + tail
 
 
 def _build(program: Program) -> Iterator[str]:
@@ -108,7 +111,7 @@ def _build(program: Program) -> Iterator[str]:
         if program.late or not own:
             yield f"    {name} = strategy.setup_module({name})"
         else:
-            names = "".join(f"{each}, " for each in own)
+            names = ", ".join(own) + "," * (len(own) == 1)
             yield f"    {name}, ({names}) = strategy.setup_module_and_optimizers({name}, [{', '.join(own)}])"
     if program.late:
         yield from made
