@@ -80,10 +80,10 @@ def scheduled_under_ddp(options: dict[str, Any], schedule: Any, make: Any) -> An
     ("options", "make"),
     [
         ({}, torch.optim.AdamW),
-        ({"find_unused_parameters": True}, torch.optim.SGD),
+        ({"find_unused_parameters": True}, torch.optim.AdamW),
         ({"static_graph": True}, torch.optim.SGD),
         pytest.param({}, torch.optim.SGD, marks=pytest.mark.long),
-        pytest.param({"find_unused_parameters": True}, torch.optim.AdamW, marks=pytest.mark.long),
+        pytest.param({"find_unused_parameters": True}, torch.optim.SGD, marks=pytest.mark.long),
         pytest.param({"gradient_as_bucket_view": False}, torch.optim.AdamW, marks=pytest.mark.long),
     ],
     ids=str,

@@ -310,7 +310,7 @@ class _Replica:
         """Note what a backward has reached that the wrapper has not sent; every rank calls it."""
         if self._may_leave_out and not self._static:
             self._sent = False
-            self._unsent |= self.reached
+            self._unsent |= self.reached.intersection(self.trained.values())  # of others it knows nothing
 
     def _take_back_zeros(self) -> None:
         """Take back the zeros that stood for gradients, of parameters that no rank's backward has reached."""
