@@ -55,7 +55,8 @@ def map_leaves(
     if isinstance(data, list):
         return _refilled(data, {place: changed(f"[{place}]", value) for place, value in enumerate(data)})
     if isinstance(data, tuple):
-        return type(data)(changed(f"[{place}]", value) for place, value in enumerate(data))
+        # A list, for what torch's functions of two results return takes nothing else.
+        return type(data)([changed(f"[{place}]", value) for place, value in enumerate(data)])
     instance = copy.copy(data)
     for field in dataclasses.fields(data):
         # A frozen dataclass refuses plain assignment, and __init__ may not take every field.

@@ -1,12 +1,14 @@
 """Names become parts, parts keep their tables, and a broken table is noticed."""
 
+import collections
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+from shard_core import get_strategy
 from shard_core.errors import PrecisionMismatch
 from shard_core.precision.build import build_precision
 from shard_core.precision.dtypes import dtype_named
@@ -83,3 +85,60 @@ def test_a_policy_of_ones_own_is_taken() -> None:
     module = precision.convert_module(Mixture())
     assert (module.layer.weight.dtype, module.scale.dtype) == (torch.bfloat16, torch.float32)
     assert build_precision(precision) is precision
+
+
+class Pair(tuple):
+    """A tuple of a user's own."""
+
+
+@dataclasses.dataclass
+class Inputs:
+    """What a user gives to a forward in one object."""
+
+    x: torch.Tensor
+    filled: list[torch.Tensor]
+
+
+FILLED: list[torch.Tensor] = []
+CONTAINERS = {
+    "a dict": lambda x: {"x": x, "filled": FILLED},
+    "an ordered dict": lambda x: collections.OrderedDict(x=x, filled=FILLED),
+    "an object like a dict": lambda x: collections.UserDict(x=x, filled=FILLED),
+    "a dataclass": lambda x: Inputs(x, FILLED),
+    "a tuple": lambda x: (x, FILLED),
+    "a tuple of a user's": lambda x: Pair([x, FILLED]),
+}
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_containers_keep_their_types_and_what_is_filled_stays_one(make: Any) -> None:
+    given = make(torch.ones(2))
+    cast = build_precision("64-true").convert_input((given, given))
+    values = vars(cast[0]) if isinstance(cast[0], Inputs) else cast[0]
+    tensor, filled = values.values() if hasattr(values, "values") else values
+    assert type(cast[0]) is type(given)
+    assert tensor.dtype == torch.float64
+    assert filled is FILLED
+
+
+def test_results_of_torch_and_sizes_are_cast_or_left() -> None:
+    size, x = torch.Size([2, 3]), torch.ones(2, 3)
+    cast = build_precision("64-true").convert_input((x.max(1), size, x, x))
+    assert cast[0].values.dtype == torch.float64
+    assert cast[1] is size
+    assert cast[2] is cast[3]
+
+
+@pytest.mark.parametrize("name", ["32-true", "64-true", "bf16-true", "bf16-mixed"])
+def test_what_a_forward_adds_to_a_list_trains(name: str) -> None:
+    class Balanced(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+            losses.append(self.weight.square().sum())
+            return super().forward(x)
+
+    strategy = get_strategy("single", accelerator="cpu", precision=name)
+    model = strategy.setup_module(Balanced(3, 2))
+    losses: list[torch.Tensor] = []
+    model(torch.ones(1, 3), losses)
+    strategy.backward(losses[0], model)
+    assert bool(model.weight.grad.ne(0).all())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shard_core.errors import PrecisionMismatch
+from shard_core.structures import is_nested, map_leaves
 
 if TYPE_CHECKING:
     from shard_core.precision.interface import PrecisionPolicy
@@ -73,22 +76,60 @@ def check_module(module: torch.nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def convert_input(data: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in nested tuples, named ones too, lists and dicts.
+    """Cast the floating-point tensors in nested structures: containers of any kind, named tuples and dataclasses.
 
     Args:
         data: Arguments of a forward.
         dtype: What to cast to.
 
     Returns:
-        The same structure; anything but floating-point tensors is passed through.
+        Structures of the same types, and those in which nothing is cast themselves: a forward may fill a list or dict
+        that it is given. A tensor that stands in several places is one tensor there, too.
+
+    Example:
+        >>> losses = []
+        >>> inputs, filled = convert_input((torch.ones(2), losses), torch.float64)
+        >>> inputs.dtype, filled is losses
+        (torch.float64, True)
     """
-    if isinstance(data, torch.Tensor):
-        return data.to(dtype) if data.is_floating_point() else data
-    if isinstance(data, tuple):
-        items = (convert_input(item, dtype) for item in data)
-        return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
-    if isinstance(data, list):
-        return [convert_input(item, dtype) for item in data]
-    if type(data) is dict:
-        return {key: convert_input(item, dtype) for key, item in data.items()}
-    return data
+    return _Conversion(dtype).of(data)
+
+
+class _Conversion:
+    """Casts what one forward is given."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._cast: dict[int, torch.Tensor] = {}
+
+    def of(self, data: Any) -> Any:
+        """Return what stands in the place of a tensor or structure."""
+        if isinstance(data, torch.Tensor):
+            return self._of_tensor(data)
+        if not is_nested(data):
+            return data
+        held = _held(data)
+        new = [self.of(each) for each in held]
+        if all(after is before for after, before in zip(new, held, strict=True)):
+            return data
+        if type(data) is dict:
+            return dict(zip(data, new, strict=True))
+        if type(data) in (list, tuple):
+            return type(data)(new)
+        return map_leaves(data, lambda _, each: self.of(each), is_leaf=lambda each: each is not data)
+
+    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == self._dtype:
+            return tensor
+        if id(tensor) not in self._cast:
+            self._cast[id(tensor)] = tensor.to(self._dtype)
+        return self._cast[id(tensor)]
+
+
+def _held(data: Any) -> list[Any]:
+    """List what a structure holds."""
+    if isinstance(data, Mapping):
+        return list(data.values())
+    if isinstance(data, list | tuple):
+        return list(data)
+    return [getattr(data, field.name) for field in dataclasses.fields(data)]
