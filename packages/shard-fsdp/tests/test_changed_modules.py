@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shard_core import SetupError, get_strategy
+from shard_core import SetupError, ShardError, get_strategy
 from shard_core.testing import oracle
 
 NAMES = ["ddp", "fsdp"]
@@ -184,3 +184,46 @@ def test_an_optimizer_that_was_forgotten_steps_or_says_so(worlds: Any) -> None:
     for refusal, changed in worlds(2).run(forgotten, "fsdp"):
         assert "was not set up, and steps parameters that setup has replaced" in refusal
         assert not changed
+
+
+def moved(name: str, options: dict[str, Any], when: str, doubled: bool) -> Any:
+    """Move and cast a module and back, and train on; return the weights, or the refusal of one that stays cast."""
+    with get_strategy(name, **options) as strategy:
+        torch.manual_seed(3)
+        made = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        model, (optimizer,) = strategy.setup_module_and_optimizers(made, [torch.optim.SGD(made.parameters(), lr=0.1)])
+        for step in range(3):
+            if step == (0 if when == "setup" else 2):
+                strategy.unwrap(model).to("cpu")
+                strategy.unwrap(model).double()
+                if not doubled:
+                    strategy.unwrap(model).float()
+            try:
+                strategy.backward(model(torch.ones(2, 3) * (1 + strategy.global_rank)).square().mean(), model)
+            except ShardError as error:
+                return str(error)
+            optimizer.step()
+            optimizer.zero_grad()
+        return strategy.broadcast(strategy.module_state_dict(model))
+
+
+@pytest.mark.parametrize("when", ["setup", "steps"])
+@pytest.mark.parametrize(("name", "options"), [("ddp", {}), ("fsdp", {}), ("hsdp", {"device_mesh": (2, 1)})])
+def test_a_module_that_is_moved_and_cast_back_trains_on(
+    worlds: Any, name: str, options: dict[str, Any], when: str
+) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        losses = [model(torch.ones(2, 3) * (1 + rank)).square().mean() for rank in range(2)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in worlds(2).run(moved, name, options, when, False):
+        oracle.assert_same_weights(weights, model.state_dict(), 1e-5)
+
+
+def test_a_module_that_stays_cast_is_refused(worlds: Any) -> None:
+    for refusal in worlds(2).run(moved, "fsdp", {}, "steps", True):
+        assert "float64" in refusal

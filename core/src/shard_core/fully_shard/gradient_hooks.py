@@ -15,8 +15,11 @@ from shard_core.gradients import MovedHooks, call_hooks, move_hooks
 from shard_core.parameters import plain_name
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import nn
+    from torch.distributed.tensor import Placement
 
     from shard_core.gradients import Hooks
     from shard_core.parameters import ParameterNames
@@ -57,7 +60,7 @@ class GradientHooks:
         parts = () if module is None else sharded_parts(module)
         for shard, unsharded in itertools.chain.from_iterable(map(shards_and_unsharded, parts)):
             if shard.requires_grad and shard not in self._guarded:
-                shard.register_hook(_Guard(shard))
+                _Guard.put_on(shard)
                 self._guarded.add(shard)
             if _left(shard):
                 self._follow(shard, unsharded)
@@ -94,29 +97,39 @@ class _Guard:
 
     __torch_unserializable__ = True  # or torch warns where users save the shard
 
-    def __init__(self, shard: torch.Tensor) -> None:
-        self._shard = weakref.ref(shard)  # which holds this
+    def __init__(self) -> None:
+        self._hooks: Hooks = {}
+        self._placements: Sequence[Placement] | None = None
+
+    @classmethod
+    def put_on(cls, shard: torch.Tensor) -> None:
+        """Register one on a shard, to which it keeps no reference: torch casts and moves none with a weak one."""
+        guard = cls()
+        shard.register_hook(guard)
+        guard._hooks = gradient_hooks(shard)
+        guard._placements = shard.placements if isinstance(shard, DTensor) else None
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        shard = self._shard()
-        if shard is None:
-            return None
-        if _left(shard):
+        if _users(self._hooks):
             raise SetupError(
                 f"the loss reads a parameter of shape {tuple(gradient.shape)} outside the module's forward, and a hook "
                 "on its gradient would see that part of it apart from the other; compute that part of the loss inside "
                 "forward, or remove the hook."
             )
-        if not isinstance(shard, DTensor) or not isinstance(gradient, DTensor):
+        if self._placements is None or not isinstance(gradient, DTensor):
             return None
-        return gradient.redistribute(placements=shard.placements)
+        return gradient.redistribute(placements=self._placements)
 
 
 def _left(shard: torch.Tensor) -> Hooks:
     """Return the hooks of a shard that users have not removed."""
+    return _users(gradient_hooks(shard))
+
+
+def _users(hooks: Hooks) -> Hooks:
     return {
         number: hook
-        for number, hook in gradient_hooks(shard).items()
+        for number, hook in hooks.items()
         if not isinstance(hook, _Guard) and (not isinstance(hook, MovedHooks) or hook)
     }
 
