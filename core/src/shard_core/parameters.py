@@ -228,6 +228,26 @@ def make_contiguous(module: torch.nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
+def make_strides_usual(module: torch.nn.Module) -> None:
+    """Give parameters that are laid out row by row the strides that torch gives new ones; no value is moved.
+
+    A dim of one element may have any stride, as in ``weight.t().clone()``, which engines take for another layout.
+
+    Args:
+        module: The user's.
+
+    Example:
+        >>> module = nn.ParameterList([torch.ones(1, 3).t().clone()])
+        >>> make_strides_usual(module)
+        >>> module[0].stride()
+        (1, 1)
+    """
+    for parameter in module.parameters():
+        usual = torch.empty(parameter.shape, device="meta").stride()
+        if parameter.is_contiguous() and parameter.stride() != usual:
+            parameter.data = parameter.data.as_strided(parameter.shape, usual)
+
+
 def laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
     """Return a value of optimizer state on the device, in the dtype and shards of its parameter.
 

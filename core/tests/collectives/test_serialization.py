@@ -236,3 +236,9 @@ def test_what_is_received_may_be_written_to() -> None:
     tensor += 1
     array += 1
     assert (tensor.tolist(), array.tolist()) == ([2.0, 2.0], [2.0, 2.0])
+
+
+def test_a_single_element_may_have_any_stride() -> None:
+    value = torch.arange(8.0).view(2, 4)[:1, 1::2][:, :1].t()
+    assert value.is_contiguous()
+    assert deserialize(serialize(value)).tolist() == [[1.0]]

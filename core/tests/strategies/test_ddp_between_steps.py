@@ -245,3 +245,28 @@ def test_one_rank_may_evaluate_alone(worlds: Any, context: Any, evaluator: int) 
     for rank, (seen, weights) in enumerate(worlds(2).run(evaluating_alone, context, evaluator)):
         torch.testing.assert_close(seen, outputs if rank == evaluator else [])
         torch.testing.assert_close(weights, {f"module.{name}": each for name, each in model.state_dict().items()})
+
+
+class Turned(nn.Module):
+    """Has a weight of one column, laid out row by row with a stride of eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 8).t().clone())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ self.weight
+
+
+def step_turned() -> list[list[float]]:
+    with get_strategy("ddp") as strategy:
+        made = Turned()
+        assert made.weight.stride() == (1, 8)
+        model, (optimizer,) = strategy.setup_module_and_optimizers(made, [torch.optim.SGD(made.parameters(), lr=0.5)])
+        strategy.backward(model(torch.ones(2, 8)).mean(), model)
+        optimizer.step()
+        return made.weight.tolist()
+
+
+def test_a_dim_of_one_element_may_have_any_stride(worlds: Any) -> None:
+    assert worlds(2).run(step_turned) == [[[0.5]] * 8] * 2

@@ -148,7 +148,8 @@ def _content(value: Any) -> tuple[JSON, Buffer] | None:
     if type(value) is bytes:
         return ["bytes", len(value)], value
     if type(value) is torch.Tensor and _is_dense(value):
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        rows = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        flat = rows.as_strided((rows.numel(),), (1,))  # a single element may have any stride
         about = [str(value.dtype), *value.shape, value.requires_grad, value.device.type != "cpu"]
         return ["tensor", *about], flat.view(torch.uint8).numpy().data
     if type(value) is np.ndarray and _ARRAY_DTYPE.fullmatch(value.dtype.str):

@@ -20,7 +20,7 @@ from shard_core.initialization.synchronized_init import SynchronizedInit
 from shard_core.optim.classification import why_not_elementwise
 from shard_core.optim.rank_state import keep_on_rank
 from shard_core.optim.routed_step import RoutedStep
-from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, plain_name
+from shard_core.parameters import ParameterNames, check_hooks_kept, check_no_gradients, make_strides_usual, plain_name
 from shard_core.preparation.layers import LayerCalls
 from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
 from shard_core.preparation.sparse_gradients import DenseEmbeddingGradients
@@ -230,6 +230,7 @@ class StrategySetup(StrategyLifecycle):
             rescaled.check_frozen()
         check_no_gradients(names)
         self.precision.convert_module(module)
+        make_strides_usual(module)
         shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
         parameters = module.named_parameters(remove_duplicate=False)
         untrained = frozenset(plain_name(name) for name, each in parameters if not each.requires_grad)
@@ -249,7 +250,6 @@ class StrategySetup(StrategyLifecycle):
             self.info.name, lambda: self.engine_state({"model": module}, {}), self.collectives, spread=spread
         )
         partial.install(self.info.name)
-        any_method = Capability.ENTRY_METHODS in self.info.capabilities
         frozen = {plain_name(name): each for name, each in module.named_parameters() if not each.requires_grad}
         known = SetUpModule(
             module=module,
@@ -260,7 +260,9 @@ class StrategySetup(StrategyLifecycle):
             pretrained=pretrained,
             partial_state=partial,
             layer_calls=calls,
-            forward_only=None if any_method else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
+            forward_only=None
+            if Capability.ENTRY_METHODS in self.info.capabilities
+            else ForwardOnly(self.info.name, kind, module, called, sharded=sharded),
             optimizers={optimizer: Accumulation() for optimizer in optimizers},
             hooks=[
                 *(each.register_load_state_dict_post_hook(self._lay_out_state) for each in optimizers),

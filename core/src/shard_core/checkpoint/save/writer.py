@@ -139,5 +139,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
     if not tensor.numel():
         return memoryview(b"")
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    rows = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    flat = rows.as_strided((rows.numel(),), (1,))  # a single element may have any stride
     return flat.view(torch.uint8).numpy().data
