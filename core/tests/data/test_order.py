@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 from loaders import all_of, plain, read, read_seeded, run, sharded, steps_of, with_distributed_sampler, with_sampler
@@ -104,3 +106,33 @@ def test_workers_of_different_ranks_and_epochs_draw_different_numbers():
     loader = sharded(DataLoader(_Noise(), 2, num_workers=1))
     first, second = ([float(v) for batch in loader for v in batch] for _ in range(2))
     assert set(first).isdisjoint(second)
+
+
+class _Draws(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index, float(torch.rand(())), float(np.random.rand()), random.random()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("batch_size", [3, None])
+def test_workers_draw_the_same_numbers_after_a_resume(persistent, batch_size):
+    def made():
+        torch.manual_seed(0)
+        workers = {"num_workers": 2, "persistent_workers": persistent}
+        return sharded(DataLoader(_Draws(), batch_size, shuffle=batch_size is not None, **workers), world_size=2)
+
+    def numbers(batches):
+        return [[torch.as_tensor(each).tolist() for each in batch] for batch in batches]
+
+    loader = made()
+    whole = [numbers(loader) for _ in range(2)]
+    assert whole[0] != whole[1]
+    interrupted = made()
+    first = numbers(itertools.islice(interrupted, 2))
+    state = interrupted.state_dict()
+    resumed = made()
+    resumed.load_state_dict(state)
+    assert [first + numbers(resumed), numbers(resumed)] == whole

@@ -51,6 +51,7 @@ class IndexedFeed:
             global_batch=_global_batch(loader, world_size, split_batches),
             drop_last=loader.drop_last,
             single=loader.batch_size is None,
+            in_workers=loader.num_workers > 0,
         )
         self._rank = rank
         self._generator = torch.Generator()
@@ -81,8 +82,8 @@ class IndexedFeed:
             sampler.epoch, sampler.position = sampler.epoch + 1, 0
             sampler.begin()
         self._resumed = self._stays = False
-        # Workers are seeded from a generator of the loader's own: drawing from the user's here would make a
-        # resumed run, which begins in the middle, go on with other random numbers than an uninterrupted one.
+        # Workers begin with a generator of the loader's own: drawing from the user's here would make a resumed run,
+        # which begins in the middle, go on with other random numbers than an uninterrupted one.
         self._generator.manual_seed(derived_seed(sampler.seed, sampler.epoch, sampler.position, self._rank))
         for batch in self.loader:
             drawn = sampler.round()

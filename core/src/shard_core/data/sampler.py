@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import Sampler
 
 from shard_core.data.rounds import Round
+from shard_core.data.worker_seeds import Sent
+from shard_core.randomness import derived_seed
 
 if TYPE_CHECKING:
     from shard_core.data.order import Order
@@ -33,6 +35,7 @@ class ResumableSampler(Sampler[Any]):
         global_batch: How many items one step takes, over all ranks.
         drop_last: Whether an incomplete last batch is left out.
         single: Whether a rank's share of a batch is one item, handed out as it is and not in a list.
+        in_workers: Whether worker processes read the items.
 
     Attributes:
         seed: What shuffled orders are drawn from.
@@ -56,6 +59,7 @@ class ResumableSampler(Sampler[Any]):
         global_batch: int,
         drop_last: bool = False,
         single: bool = False,
+        in_workers: bool = False,
     ) -> None:
         self.order = order
         self.seed = order.seed
@@ -66,7 +70,7 @@ class ResumableSampler(Sampler[Any]):
         self._global_batch = global_batch
         # Cutting the end so that every rank gets as many asks for a whole item each, dropping for a whole batch.
         self._smallest = global_batch if drop_last else 1 if order.pad else world_size
-        self._single = single
+        self._single, self._in_workers = single, in_workers
         self._listed: tuple[tuple[int, int], Sequence[Any] | torch.Tensor] | None = None
         self.digest: str | None = None
 
@@ -105,8 +109,10 @@ class ResumableSampler(Sampler[Any]):
         self.begin()
         first = self.position  # it moves on while this runs
         for step in range(self.steps(first)):
-            share = self._dealt(first + step * self._global_batch)[self._rank :: self._world_size]
-            yield share[0] if self._single else share
+            start = first + step * self._global_batch
+            share = self._dealt(start)[self._rank :: self._world_size]
+            item = share[0] if self._single else share
+            yield Sent(item, derived_seed(self.seed, self.epoch, start, self._rank)) if self._in_workers else item
 
     def __len__(self) -> int:
         """Count the batches of a whole epoch."""
