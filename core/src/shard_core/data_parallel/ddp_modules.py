@@ -14,11 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shard_core._versions import in_backward
-from shard_core.data.transfer import move
 from shard_core.data_parallel.accumulation_nodes import AccumulationNodes
 from shard_core.data_parallel.bucket_views import BucketViews
 from shard_core.data_parallel.buffers import BufferExchange, send_buffers, sends_no_buffers
-from shard_core.data_parallel.unsynced import Unsynced
+from shard_core.data_parallel.unsynced import Unsynced, forward_of
 from shard_core.errors import SetupError
 from shard_core.forward_calls import ForwardContexts
 from shard_core.gradients import graph_nodes, is_differentiable, on_gradient, sparse_parameters
@@ -204,7 +203,7 @@ class _Replica:
             wrapped.register_forward_hook(self._end_forward, always_call=True)
             if wrapped.static_graph:
                 # The wrapper's own forward has the first backward averaged, whatever that comes through.
-                wrapped.forward = _forward_of(module, device)  # type: ignore[method-assign]
+                wrapped.forward = forward_of(module, device)  # type: ignore[method-assign]
 
     @property
     def wrapper(self) -> DistributedDataParallel | None:
@@ -390,11 +389,3 @@ def _tensors(data: Any) -> Iterator[torch.Tensor]:
             data = vars(data)
         for each in data.values() if isinstance(data, Mapping) else data:
             yield from _tensors(each)
-
-
-def _forward_of(module: nn.Module, device: torch.device) -> Any:
-    def forward(*inputs: Any, **kwargs: Any) -> Any:
-        inputs, kwargs = move((inputs, kwargs), device) if device.type == "cuda" else (inputs, kwargs)
-        return module(*inputs, **kwargs)
-
-    return forward

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from shard_core.data.transfer import move
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class Unsynced:
@@ -29,3 +35,18 @@ class Unsynced:
         """Leave it, unless the wrapper's own ``no_sync`` around it has ended and set anew what this would undo."""
         if not self._wrapper.require_backward_grad_sync:
             self.__exit__()
+
+
+def forward_of(module: nn.Module, device: torch.device) -> Any:
+    """Return a forward for the wrapper that is the module's own, as where nothing is averaged in it.
+
+    Args:
+        module: The wrapped one.
+        device: Where it is, to which inputs are moved on a GPU, as the wrapper does.
+    """
+
+    def forward(*inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = move((inputs, kwargs), device) if device.type == "cuda" else (inputs, kwargs)
+        return module(*inputs, **kwargs)
+
+    return forward
