@@ -270,3 +270,44 @@ def step_turned() -> list[list[float]]:
 
 def test_a_dim_of_one_element_may_have_any_stride(worlds: Any) -> None:
     assert worlds(2).run(step_turned) == [[[0.5]] * 8] * 2
+
+
+class Leveled(nn.Module):
+    """Computes with a buffer that its forward has changed by what its rank sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("level", torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.level.mul_(0.5).add_(inputs.mean())
+        return self.layer(inputs) * self.level
+
+
+def another_backward_first() -> torch.Tensor | None:
+    """Return gradients of a loss whose forward came before another module's backward and step."""
+    with get_strategy("ddp") as strategy:
+        torch.manual_seed(0)
+        first, second = Leveled(), nn.Linear(6, 4)
+        model = strategy.setup_module(first)
+        other, (optimizer,) = strategy.setup_module_and_optimizers(
+            second, [torch.optim.SGD(second.parameters(), lr=0.1)]
+        )
+        inputs = rows_of(1, 3 * strategy.global_rank) + strategy.global_rank
+        loss = model(inputs).square().mean()
+        strategy.backward(other(inputs).square().mean(), other)
+        optimizer.step()
+        strategy.backward(loss, model)
+        return first.layer.weight.grad
+
+
+def test_buffers_that_a_graph_reads_stay_until_its_step(worlds: Any) -> None:
+    torch.manual_seed(0)
+    model = Leveled()
+    for rank in range(2):
+        model.level.fill_(1.0)
+        (model(rows_of(1, 3 * rank) + rank).square().mean() / 2).backward()
+    for gradient in worlds(2).run(another_backward_first):
+        torch.testing.assert_close(gradient, model.layer.weight.grad)

@@ -25,8 +25,8 @@ def sends_no_buffers() -> dict[str, bool]:
 class BufferExchange:
     """Sends one module's buffers before each forward but those of evaluations, which one rank may run alone.
 
-    These find what was sent after the backward before them. Whether something is to be sent follows from which
-    forwards and backwards there were, never from values, which ranks do not share.
+    These find what was sent after the step before them, when no graph is left that may read it. Whether something is
+    to be sent follows from which forwards and steps there were, never from values, which ranks do not share.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class BufferExchange:
             send_buffers(module)
         self._alike = evaluates
 
-    def after_backward(self, module: nn.Module) -> None:
+    def after_step(self, module: nn.Module) -> None:
         """Send what forwards have changed; every rank calls this."""
         if not self._alike:
             send_buffers(module)

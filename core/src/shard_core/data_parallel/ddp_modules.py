@@ -111,7 +111,7 @@ class DDPModules:
         for replica in ready:
             loss = replica.get_ready(loss)
         loss.backward(**kwargs)
-        for wrapped, replica in list(self._replicas.items()):
+        for replica in replicas:
             if replica in ready:
                 replica.finish()
             else:
@@ -121,8 +121,13 @@ class DDPModules:
                 replica.note_unsent()
             replica.waits = not replica.synced
             replica.views.note()
-            if replica.synced and not kwargs.get("retain_graph"):  # a graph that is kept may read them
-                replica.buffers.after_backward(wrapped)
+
+    def send_changed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Send what forwards have changed of the buffers of modules that an optimizer steps; every rank calls it."""
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for wrapped, replica in list(self._replicas.items()):
+            if not held.isdisjoint(replica.parameters):
+                replica.buffers.after_step(wrapped)
 
     def drop_unfinished(self) -> None:
         """Throw away all gradients, and what a backward that an exception has ended was about to send."""

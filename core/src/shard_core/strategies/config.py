@@ -30,7 +30,7 @@ class DDPConfig(LayerOptions):
     find_unused_parameters: bool = option(False, "look for parameters a loss does not reach, at each backward")
     gradient_as_bucket_view: bool = option(True, "let gradients live in the messages they travel in")
     static_graph: bool = option(False, "promise that every step uses the same parameters")
-    broadcast_buffers: bool = option(True, "send rank 0's buffers to all ranks before forwards, and after backwards")
+    broadcast_buffers: bool = option(True, "send rank 0's buffers to all ranks before forwards, and after steps")
 
     def __post_init__(self) -> None:
         """Check types and values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.state.tensor_state import TensorState
@@ -59,6 +59,11 @@ class DDPStrategy(TorchEngine, Strategy):
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
         """Run autograd, and average what the wrappers do not send."""
         self._ddp.backward(loss, module, **kwargs)
+
+    def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
+        """Step, and send the buffers that forwards have changed, for evaluations on one rank alone."""
+        super().engine_step(optimizer, closure, **kwargs)
+        self._ddp.send_changed(optimizer)
 
     def engine_drop_unfinished(self) -> None:
         """Have the wrappers begin anew."""
