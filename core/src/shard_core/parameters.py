@@ -229,7 +229,7 @@ def make_contiguous(module: torch.nn.Module) -> None:
 
 
 def make_strides_usual(module: torch.nn.Module) -> None:
-    """Give parameters that are laid out row by row the strides that torch gives new ones; no value is moved.
+    """Set the strides of parameters that are laid out row by row to those of new tensors; no value is moved.
 
     A dim of one element may have any stride, as in ``weight.t().clone()``, which engines take for another layout.
 

@@ -218,7 +218,7 @@ class Situation:
             case ops.Switch(strategy=name):
                 number, real_alone = 0, name.startswith(REAL_ALONE)  # complex ones are in the first module
             case ops.EditGradients(how=how):
-                real_alone = how in ("clipped", "foreach")
+                real_alone = how in ("clipped", "foreach", "infinite")  # infinite times complex is no number
             case ops.Backward(how=how):
                 real_alone = how == "squares"
             case _:
