@@ -120,6 +120,27 @@ def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
         gate.unlink()
 
 
+def save_and_go_elsewhere(folder: Path) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    before = Path.cwd()
+    try:
+        with get_strategy("ddp") as strategy:
+            state = ready(strategy)
+            os.chdir(folder)
+            handle = strategy.save_checkpoint("relative", state, blocking=False)
+            os.chdir(elsewhere)
+            handle.wait()
+    finally:
+        os.chdir(before)
+
+
+def test_a_relative_path_begins_where_the_process_was_when_it_saved(worlds: Any, tmp_path: Path) -> None:
+    worlds(2).run(save_and_go_elsewhere, tmp_path)
+    assert verify(tmp_path / "relative").is_fine
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_what_comes_next_to_a_failed_save_raises_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for call in (

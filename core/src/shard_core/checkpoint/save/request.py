@@ -15,6 +15,13 @@ _FORMS = ("sharded", "full")
 RequestSummary = tuple[str, str, bool]
 
 
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed, which is no matter to a path that begins elsewhere
+        return ""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveRequest:
     """What one rank was asked to save.
@@ -23,11 +30,13 @@ class SaveRequest:
         path: Where the checkpoint will be.
         state_dict_type: Its form, as the user gave it; None for ``"sharded"``.
         is_async: Whether it is written while training goes on.
+        start: The folder that a relative path begins in: when it is written this process may be in another.
     """
 
     path: str | os.PathLike[str]
     state_dict_type: str | None = None
     is_async: bool = False
+    start: str = dataclasses.field(default_factory=_here)
 
     def summary(self) -> RequestSummary:
         """Return what the other ranks compare.

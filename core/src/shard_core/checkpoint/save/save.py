@@ -90,7 +90,7 @@ class ShardedSave:
     def begin(self) -> Announcement:
         """Create the folder, on rank 0; return what the other ranks must know."""
         summary = self._request.summary()
-        folder = open_folder(self._request.path, self._storage_options)
+        folder = open_folder(self._request.path, self._storage_options, start=self._request.start)
         if self._coordinator.rank != 0:
             return summary, "", False
         self._attempt = Attempt.begin(folder, self._coordinator.world_size)
@@ -112,7 +112,7 @@ class ShardedSave:
             raise
         _, identity, plain = announcements[0]
         if self._attempt is None:
-            folder = open_folder(self._request.path, self._storage_options)
+            folder = open_folder(self._request.path, self._storage_options, start=self._request.start)
             self._attempt = Attempt(
                 identity=identity, folder=folder, world_size=self._coordinator.world_size, plain=plain
             )

@@ -54,13 +54,16 @@ def path_or_url(path: str | os.PathLike[str]) -> Path | str:
     return path if isinstance(path, str) and is_url(path) else Path(path)
 
 
-def open_folder(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Folder:
+def open_folder(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, start: str = ""
+) -> Folder:
     """Open a folder, whether it exists or not.
 
     Args:
         path: A path on a disk, or a URL that fsspec knows: ``s3://bucket/run``, ``gs://...``, ``memory://...``,
             ``file://...``.
         storage_options: For the store a URL names; without them its own configuration serves.
+        start: The folder that a relative path begins in; by default the one that this process is in.
 
     Raises:
         InvalidOption: If the path or the options cannot be used; says what to give instead.
@@ -72,7 +75,7 @@ def open_folder(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
         raise InvalidOption(f"{text!r} was a URL before pathlib took a slash away; give it as a string.")
     if not is_url(path):
         _refuse(storage_options, text)
-        return LocalFolder(Path(path))
+        return LocalFolder(Path(start, path))
     _check(text)
     filesystem, key = _filesystem(text, storage_options or {})
     from fsspec.implementations.local import LocalFileSystem
