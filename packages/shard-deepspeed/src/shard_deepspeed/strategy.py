@@ -34,6 +34,7 @@ from shard_deepspeed.zero import UnevenCalls, ZeroModule, fill_frozen, is_traine
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
 
     from shard_core.backend import FlatPart, ParameterNames, TrainingState
 
@@ -297,8 +298,11 @@ class DeepSpeedStrategy(Strategy):
             sharded=sharded,
         )
 
-    def engine_on_gradient(self, parameter: torch.Tensor, called: Callable[[torch.Tensor], object]) -> None:
-        """Do nothing: what ``loss.backward()`` leaves is refused, whatever it stands beside."""
+    def engine_on_gradient(
+        self, parameter: torch.Tensor, called: Callable[[torch.Tensor], object]
+    ) -> RemovableHandle | None:
+        """Listen at stage 0; from stage 1 on what ``loss.backward()`` leaves is refused, whatever it stands beside."""
+        return None if self.config.zero_stage else super().engine_on_gradient(parameter, called)
 
     def engine_follow_gradients(self, module: torch.nn.Module) -> None:
         """Drop parts' gradients that the module's parameters show no more."""
