@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -79,6 +81,8 @@ class DDPModules:
             )
             # Torch's compiler breaks graphs where buckets end, and asserts that none is smaller than DDP's usual first.
             wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, _SMALLEST_COMPILED)
+            # A copy of the wrapper would average, too, and without what gets it ready here.
+            vars(wrapped)["__deepcopy__"] = functools.partial(copy.deepcopy, module)
             send_buffers(module)
         else:
             send_values(module)

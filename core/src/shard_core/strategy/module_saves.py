@@ -1,4 +1,4 @@
-"""Saves by a module's own methods: ``save_pretrained`` writes whole tensors, ``state_dict`` refuses to lack values."""
+"""What a module's values leave by: ``save_pretrained`` writes them whole, ``state_dict`` and copies refuse to lack some."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: How modules of transformers, diffusers, PEFT and others are written; recognised by its name alone.
 METHOD = "save_pretrained"
+_DEEPCOPY = "__deepcopy__"
 
 
 class PretrainedSaves:
@@ -183,6 +184,51 @@ class PartialStateDict:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+class NoCopies:
+    """Refuses ``copy.deepcopy``, also ``AveragedModel``'s, of what an engine's hooks would follow, and of shards.
+
+    Args:
+        module: The user's, before setup has changed it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._hooked = {part: _hooks(part) for part in module.modules()}
+        self._refusing: list[torch.nn.Module] = []
+
+    def install(self, strategy: str, called: torch.nn.Module, *, sharded: bool) -> None:
+        """Give a ``__deepcopy__`` that refuses to what the engine has changed.
+
+        Args:
+            strategy: The strategy's name, for the message.
+            called: What the engine has returned for the module; if that can be copied, it has a ``__deepcopy__``.
+            sharded: Whether the module holds parts of parameters.
+        """
+        self._refusing = [part for part, hooks in self._hooked.items() if sharded or _hooks(part) != hooks]
+        if called not in self._hooked and _DEEPCOPY not in vars(called):
+            self._refusing.append(called)
+        for part in self._refusing:
+            vars(part)[_DEEPCOPY] = functools.partial(_refuse_copy, strategy)
+
+    def remove(self) -> None:
+        """Let them be copied again."""
+        for part in self._refusing:
+            vars(part).pop(_DEEPCOPY, None)
+        self._refusing.clear()
+
+
+def _hooks(part: torch.nn.Module) -> list[int]:
+    return [*part._forward_pre_hooks, *part._forward_hooks]
+
+
+def _refuse_copy(strategy: str, memo: object) -> NoReturn:
+    del memo
+    raise SetupError(
+        f"a module was copied after its setup under strategy {strategy!r}, by copy.deepcopy or AveragedModel; copy it "
+        "before, or let every rank call strategy.module_state_dict(model) and rank 0 load what that returns into a "
+        "module built anew; for a moving average take shard_core.ExponentialMovingAverage."
+    )
 
 
 def _check(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
     from shard_core.preparation.sparse_gradients import DenseEmbeddingGradients
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
-    from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
+    from shard_core.strategy.module_saves import NoCopies, PartialStateDict, PretrainedSaves
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -74,7 +74,7 @@ class SetUpModule:
     layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
-    hooks: list[RemovableHandle | NotedZeroGrad | SynchronizedInit]
+    hooks: list[RemovableHandle | NotedZeroGrad | NoCopies | SynchronizedInit]
     rescaled: RescaledEmbeddings
     routed: dict[torch.optim.Optimizer, RoutedStep] = dataclasses.field(default_factory=dict)
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)
