@@ -1,4 +1,4 @@
-"""What a module's values leave by: ``save_pretrained`` writes them whole, ``state_dict`` and copies refuse to lack some."""
+"""How values leave a module: ``save_pretrained`` writes them whole, ``state_dict`` and copies refuse to lack some."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ class NoCopies:
         self._hooked = {part: _hooks(part) for part in module.modules()}
         self._refusing: list[torch.nn.Module] = []
 
-    def install(self, strategy: str, called: torch.nn.Module, *, sharded: bool) -> None:
-        """Give a ``__deepcopy__`` that refuses to what the engine has changed.
+    def install(self, strategy: str, called: torch.nn.Module, *, sharded: bool) -> NoCopies:
+        """Give a ``__deepcopy__`` that refuses to what the engine has changed; return this.
 
         Args:
             strategy: The strategy's name, for the message.
@@ -210,6 +210,7 @@ class NoCopies:
             self._refusing.append(called)
         for part in self._refusing:
             vars(part)[_DEEPCOPY] = functools.partial(_refuse_copy, strategy)
+        return self
 
     def remove(self) -> None:
         """Let them be copied again."""

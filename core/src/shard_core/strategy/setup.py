@@ -250,7 +250,6 @@ class StrategySetup(StrategyLifecycle):
             self.info.name, lambda: self.engine_state({"model": module}, {}), self.collectives, spread=spread
         )
         partial.install(self.info.name)
-        copies.install(self.info.name, called, sharded=sharded)
         frozen = {plain_name(name): each for name, each in module.named_parameters() if not each.requires_grad}
         known = SetUpModule(
             module=module,
@@ -269,7 +268,7 @@ class StrategySetup(StrategyLifecycle):
                 *(each.register_load_state_dict_post_hook(self._lay_out_state) for each in optimizers),
                 *(hook for each in optimizers for hook in keep_on_rank(each, module, self.collectives)),
                 *self._guard_backwards(module),
-                copies,
+                copies.install(self.info.name, called, sharded=sharded),
             ],
             untrained=untrained,
             frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
