@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from shard_core import SetupError
 from shard_core.backend import (
-    COUNTERS,
     LocalGradient,
     NoInferenceMode,
     ReplacementCheck,
@@ -25,6 +24,7 @@ from shard_deepspeed import _versions
 from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
 from shard_deepspeed.zero.named_parameters import gather_listed, list_plainly
+from shard_deepspeed.zero.optimizer_state import adopt, slice_state
 from shard_deepspeed.zero.partitions import partitions, shard_part
 from shard_deepspeed.zero.stepped_values import SteppedValues, check_open
 from shard_deepspeed.zero.trained_parameter import TrainedParameter, fill_frozen
@@ -148,7 +148,7 @@ class ZeroModule:
             value: The whole parameter's.
         """
         part = next((each.part for each in self._trained.values() if each.part.values is values), None)
-        sliced: torch.Tensor = value if part is None or values.shape == value.shape else _slice(slot, value, part)
+        sliced: torch.Tensor = value if part is None or values.shape == value.shape else slice_state(slot, value, part)
         return sliced
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -157,16 +157,7 @@ class ZeroModule:
         Args:
             optimizer: One that may have been given more of them, by ``add_param_group``.
         """
-        for group in optimizer.param_groups:
-            for place, parameter in enumerate(group["params"]):
-                trained = self._trained.get(id(parameter))
-                if trained is None or trained.part.values is parameter:
-                    continue
-                part = trained.part
-                group["params"][place] = part.values
-                if parameter in optimizer.state:
-                    state = optimizer.state.pop(parameter)
-                    optimizer.state[part.values] = {slot: _slice(slot, value, part) for slot, value in state.items()}
+        adopt(optimizer, self._trained)
 
     def make_ready(self) -> None:
         """Prepare a backward."""
@@ -389,12 +380,3 @@ class ZeroModule:
 def is_trained(parameter: Any) -> bool:
     """Return whether there is anything to train of a parameter, sharded or not."""
     return bool(parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _slice(slot: str, value: Any, part: FlatPart) -> Any:
-    """Slice a value of optimizer state to a part; what has not the parameter's shape is left alone."""
-    is_count = slot in COUNTERS and not part.shape
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape or is_count:
-        return value
-    run = value.detach().reshape(-1)[part.start : part.start + part.values.numel()]
-    return run.to(part.values.device, part.values.dtype if run.is_floating_point() else run.dtype, copy=True)
