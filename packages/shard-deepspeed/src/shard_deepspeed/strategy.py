@@ -248,6 +248,8 @@ class DeepSpeedStrategy(Strategy):
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step this rank's parts and bring them to all ranks, inside of all hooks on the step, which see the module."""
         modules = self._stepped_by(optimizer)
+        for zero in modules:
+            zero.cut_state(optimizer)
         stepped: list[ZeroModule] = []
 
         def enter(*_: object) -> None:
@@ -290,6 +292,7 @@ class DeepSpeedStrategy(Strategy):
             zero.copy_writes()
             for optimizer in optimizers.values():
                 zero.adopt(optimizer)
+                zero.cut_state(optimizer)
         return ZeroState(
             modules,
             optimizers,

@@ -24,7 +24,7 @@ from shard_deepspeed import _versions
 from shard_deepspeed.zero.late_state import late_state
 from shard_deepspeed.zero.manual_writes import ManualWrites, PartitionedParameter
 from shard_deepspeed.zero.named_parameters import gather_listed, list_plainly
-from shard_deepspeed.zero.optimizer_state import adopt, slice_state
+from shard_deepspeed.zero.optimizer_state import adopt, cut_state, slice_state
 from shard_deepspeed.zero.partitions import partitions, shard_part
 from shard_deepspeed.zero.stepped_values import SteppedValues, check_open
 from shard_deepspeed.zero.trained_parameter import TrainedParameter, fill_frozen
@@ -137,6 +137,7 @@ class ZeroModule:
         optimizer.state.update(state)
         parts: dict[torch.Tensor, torch.Tensor] = {each.parameter: each.part.values for each in self._trained.values()}
         follow_references(optimizer, parts, lambda values, kept: self.lay_out(values, "", kept))
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(self.adopt))
         optimizer.register_step_pre_hook(check_open)  # for good: it may be stepped after teardown
 
     def lay_out(self, values: torch.Tensor, slot: str, value: torch.Tensor) -> torch.Tensor:
@@ -158,6 +159,10 @@ class ZeroModule:
             optimizer: One that may have been given more of them, by ``add_param_group``.
         """
         adopt(optimizer, self._trained)
+
+    def cut_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut whole tensors in the state of an optimizer's parts."""
+        cut_state(optimizer, self._trained)
 
     def make_ready(self) -> None:
         """Prepare a backward."""
