@@ -46,6 +46,24 @@ for name, options in (("tp", {"plan": {}, "tensor_parallel_size": 1}), ("fsdp", 
         strategy.backward(model(torch.ones(2, 4)).square().mean(), model)
         sys.stdout.write(f"{strategy.clip_gradients_norm(model, optimizer, 1.0).item()}\\n")
 """
+#: Two strategies open, of which that leaves first which the ranks met for.
+FIRST_LEAVES_FIRST = """\
+import sys
+
+import torch
+from shard_core import get_strategy
+
+first, second = get_strategy("ddp"), get_strategy(sys.argv[1])
+first.setup_module(torch.nn.Linear(2, 2))
+model = torch.nn.Linear(2, 2)
+model, (optimizer,) = second.setup_module_and_optimizers(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+for leave in (first.teardown, lambda: None):
+    second.backward(model(torch.ones(1, 2)).sum(), model)
+    second.optimizer_step(optimizer)
+    leave()
+second.teardown()
+sys.stdout.write(f"{torch.distributed.is_initialized()}\\n")
+"""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -73,6 +91,14 @@ def test_no_strategy_computes_over_the_ranks_of_one_before(tmp_path: Path) -> No
     script.write_text(NORMS)
     output = succeed(run(ROOT, *TORCHRUN, str(script), settings=SETTINGS, timeout=120))
     assert [float(each) for each in output.split()] == [pytest.approx(expected.item())] * 8
+
+
+@pytest.mark.parametrize("other", ["ddp", "fsdp", "deepspeed_stage_2"])
+def test_the_process_group_stays_until_the_last_strategy_has_left(tmp_path: Path, other: str) -> None:
+    script = tmp_path / "first_leaves_first.py"
+    script.write_text(FIRST_LEAVES_FIRST)
+    output = succeed(run(ROOT, *TORCHRUN, str(script), other, settings=SETTINGS, timeout=120))
+    assert output.split() == ["False"] * 2
 
 
 def test_ranks_that_left_meet_again(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
+import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,8 @@ class ProcessGroupCollectives(Collectives):
             may give no sign of life on a side channel.
     """
 
+    _connected: ClassVar[weakref.WeakSet[ProcessGroupCollectives]] = weakref.WeakSet()
+
     def __init__(
         self,
         backend: str | None = None,
@@ -87,6 +90,7 @@ class ProcessGroupCollectives(Collectives):
     def connect(self, rank: int, world_size: int, device: torch.device) -> None:
         """Join the ranks, or use the process group that exists."""
         self._device = device
+        self._connected.add(self)
         if dist.is_initialized():
             if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
                 raise CollectiveError(
@@ -203,11 +207,16 @@ class ProcessGroupCollectives(Collectives):
         )
 
     def close(self) -> None:
-        """Destroy the process group if ``connect`` made it."""
+        """Leave the process group; if ``connect`` of any of them made it, the last to leave destroys it."""
         self._store = self._roll_call = self._side_store = None
+        self._connected.discard(self)
         if self._owns_group:
             self._owns_group = False
-            close_process_group()
+            heir = next(iter(self._connected), None)
+            if heir is None:
+                close_process_group()
+            else:
+                heir._owns_group = True
 
 
 def _not_connected() -> CollectiveError:
