@@ -193,12 +193,7 @@ class ReplacementCheck:
             for name, parameter, dtype in held:
                 found = now.get(name)
                 if found is parameter:
-                    if parameter.dtype != dtype:
-                        raise SetupError(
-                            f"{_joined(prefix, name)!r} is {parameter.dtype} and was {dtype} at setup, for which this "
-                            "strategy has made its messages; cast it back, or cast the module before setup, with a "
-                            "precision= of that name."
-                        )
+                    _check_dtype(parameter, dtype, _joined(prefix, name))
                     continue
                 stand_ins = stands_for() if stand_ins is None else stand_ins
                 if found is None or stand_ins.get(found) is not parameter:
@@ -207,6 +202,25 @@ class ReplacementCheck:
                         "would put that back in forward: change its values under torch.no_grad(); tie, prune and "
                         "reparametrize before setup, and leave torch.func.functional_call to 'ddp'."
                     )
+
+    def check_dtypes(self) -> None:
+        """Check that nothing that is trained was given another dtype; every backward calls it.
+
+        Raises:
+            SetupError: Naming the first that was.
+        """
+        for _, prefix, held in self._places:
+            for name, parameter, dtype in held:
+                if parameter.requires_grad:
+                    _check_dtype(parameter, dtype, _joined(prefix, name))
+
+
+def _check_dtype(parameter: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    if parameter.dtype != dtype:
+        raise SetupError(
+            f"{name!r} is {parameter.dtype} and was {dtype} at setup, for which this strategy has made its messages; "
+            "cast it back, or cast the module before setup, with a precision= of that name."
+        )
 
 
 def _own(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

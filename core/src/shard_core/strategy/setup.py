@@ -150,7 +150,7 @@ class StrategySetup(StrategyLifecycle):
         known.check_known(optimizer)
         known.hooks.append(optimizer.register_load_state_dict_post_hook(self._lay_out_state))
         known.hooks += keep_on_rank(optimizer, known.module, self.collectives)
-        known.hooks.append(NotedZeroGrad(optimizer, known.optimizers[optimizer].reset))
+        known.hooks.append(self._noted_zero_grad(optimizer, known.optimizers[optimizer], weakref.ref(known.module)))
         known.routed[optimizer] = RoutedStep(optimizer, self._step_by_hand)
         return optimizer
 
@@ -279,8 +279,7 @@ class StrategySetup(StrategyLifecycle):
             known.hooks.append(NotedZeroGrad(owner, known.note_zeroed, known.check_zeroes_all))
         weakly = weakref.ref(module)  # an optimizer may outlive it
         for optimizer, accumulation in known.optimizers.items():
-            # Gradients that users have put in the place of others are zeroed, too.
-            known.hooks.append(NotedZeroGrad(optimizer, accumulation.reset, lambda: self._follow(weakly)))
+            known.hooks.append(self._noted_zero_grad(optimizer, accumulation, weakly))
             known.routed[optimizer] = RoutedStep(optimizer, self._step_by_hand)
         parts = self.engine_flat_parts(module) or {}
         away = {each for each, part in parts.items() if 0 not in part.shape}
@@ -294,6 +293,16 @@ class StrategySetup(StrategyLifecycle):
     @abc.abstractmethod
     def _step_by_hand(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> None:
         """Step an optimizer whose user has called its ``step``."""
+
+    def _noted_zero_grad(
+        self, optimizer: torch.optim.Optimizer, accumulation: Accumulation, module: weakref.ref[torch.nn.Module]
+    ) -> NotedZeroGrad:
+        def note() -> None:
+            accumulation.reset()
+            self._follow(module)  # what it shows of them goes, too
+
+        # Gradients that users have put in the place of others are zeroed, too.
+        return NotedZeroGrad(optimizer, note, lambda: self._follow(module))
 
     def _follow(self, module: weakref.ref[torch.nn.Module]) -> None:
         known = module()

@@ -167,6 +167,8 @@ class ZeroModule:
     def make_ready(self) -> None:
         """Prepare a backward."""
         self._writes.check_published()
+        if self._layout.spreads:
+            self._placed.check_dtypes()
         self._uneven.begin_backward()
         if self._layout.lets_go:
             self.copy_writes()  # of its forward: what it computes again would be without them
