@@ -60,7 +60,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -68,7 +67,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_deepspeed.own_device import accelerator
+from shard_deepspeed.own_device import accelerator, environment
 
 
 def import_deepspeed(device_type: str) -> Any:
@@ -102,18 +101,6 @@ def no_compiler(deepspeed: Any) -> Iterator[None]:
         del names["__compatible_ops__"]
         if known is not None:
             names["__compatible_ops__"] = known
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable for a moment, unless it is set."""
-    there = name in os.environ
-    os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        if not there:
-            del os.environ[name]
 
 
 @contextlib.contextmanager

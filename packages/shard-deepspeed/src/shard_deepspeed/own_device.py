@@ -1,8 +1,9 @@
-"""The one device of this process, whatever number DeepSpeed takes for it."""
+"""The one device of this process, whatever number DeepSpeed takes for it, and variables that it reads."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,3 +53,15 @@ def _of_one_device(accelerator: Any, index: int) -> Any:
             return super().set_device(index)
 
     return OfOneDevice()
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for a moment, unless it is set."""
+    there = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not there:
+            del os.environ[name]

@@ -27,7 +27,7 @@ from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
 from shard_deepspeed.engine_config import check_honoured, engine_config
-from shard_deepspeed.own_device import accelerator, own_device
+from shard_deepspeed.own_device import accelerator, environment, own_device
 from shard_deepspeed.plugin import DEEPSPEED
 from shard_deepspeed.tuning import worth_trying
 from shard_deepspeed.zero import UnevenCalls, ZeroModule, fill_frozen, is_trained
@@ -147,7 +147,7 @@ class DeepSpeedStrategy(Strategy):
         # Read again at every step; without LOCAL_SIZE stage 3 on CPU starts a program to count devices each time.
         local_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
         for name, value in (("LOCAL_RANK", str(self.local_rank)), ("LOCAL_SIZE", local_size)):
-            self._environment.enter_context(_versions.environment(name, value))
+            self._environment.enter_context(environment(name, value))
         with (
             _versions.quiet(self.config.logging_level),
             _versions.no_compiler(deepspeed),
