@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,6 +14,36 @@ from shard_core.errors import SetupError
 from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.initialization.recording import is_recorded
 
+#: Parts of modules that a strategy has left without the values of their own parameters.
+_left_empty: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def note_left_empty(part: nn.Module) -> None:
+    """Record that a teardown has left a part of a module without the values of parameters, for ``check_whole``."""
+    _left_empty.add(part)
+
+
+def check_whole(module: nn.Module) -> None:
+    """Check that every rank has whole parameters, as before a first setup.
+
+    Args:
+        module: What is to be set up.
+
+    Raises:
+        SetupError: Naming the first parameter that is spread over ranks already.
+    """
+    named = (
+        (name, each, part) for name, part in module.named_modules() for each in part.named_parameters(recurse=False)
+    )
+    for prefix, (name, parameter), part in named:
+        is_shard = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+        if is_shard or (part in _left_empty and not parameter.numel()):
+            raise SetupError(
+                f"parameter {f'{prefix}.{name}'.removeprefix('.')!r} is spread over ranks already, as another setup or "
+                "torch's own functions leave it; set up a module that is made anew, and give it the weights with "
+                "load_checkpoint or load_weights."
+            )
+
 
 def send_values(module: nn.Module) -> None:
     """Broadcast the values of rank 0's parameters and buffers to every rank.
@@ -23,12 +54,7 @@ def send_values(module: nn.Module) -> None:
     Raises:
         SetupError: If a parameter is spread over ranks already.
     """
-    spread = next((name for name, each in module.named_parameters() if isinstance(each, DTensor)), None)
-    if spread is not None and dist.get_world_size() > 1:
-        raise SetupError(
-            f"parameter {spread!r} is spread over ranks already, as another setup or torch's own functions leave it; "
-            "set up a module that is made anew, and give it the weights with load_checkpoint or load_weights."
-        )
+    check_whole(module)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if not is_recorded(tensor) and dist.get_world_size() > 1:

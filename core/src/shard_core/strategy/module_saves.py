@@ -16,6 +16,7 @@ from shard_core.checkpoint.keys import name_in
 from shard_core.checkpoint.state.gather import full_tensors
 from shard_core.errors import CollectiveError, SetupError
 from shard_core.parameters import plain_module_name, plain_name
+from shard_core.replicas import note_left_empty
 
 if TYPE_CHECKING:
     import torch
@@ -181,9 +182,12 @@ class PartialStateDict:
                 self._handles.append(part.register_load_state_dict_pre_hook(check_load))
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and note what cannot be set up again."""
         for handle in self._handles:
             handle.remove()
+        for part, shapes in self._shapes.items():
+            if _first_emptied(part, shapes) is not None:
+                note_left_empty(part)
 
 
 class NoCopies:

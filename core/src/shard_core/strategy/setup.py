@@ -25,6 +25,7 @@ from shard_core.preparation.layers import LayerCalls
 from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
 from shard_core.preparation.sparse_gradients import DenseEmbeddingGradients
 from shard_core.randomness import seed_data_rank, shared_generator
+from shard_core.replicas import check_whole
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
 from shard_core.strategy.lifecycle import StrategyLifecycle
@@ -219,9 +220,9 @@ class StrategySetup(StrategyLifecycle):
         if is_compiled(module):
             self._require(Capability.COMPILE, "pass the module as it was before torch.compile")
         self.setup_environment()
-        kind = type(module).__name__  # engines may exchange the class
+        check_whole(module)
+        kind, names = type(module).__name__, ParameterNames(module)  # engines may exchange the class
         self.collectives.barrier(f"setup of {kind}")
-        names = ParameterNames(module)
         sparse = self._find_sparse(module, optimizers, names)
         self._require_elementwise(optimizers)
         refuse_quantized(module)

@@ -381,6 +381,9 @@ def destroy(engine: Any) -> None:
     engine.destroy()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
+    for parameter in engine.module.parameters():  # what is whole again can be set up again
+        for name in [] if is_away(parameter) else [each for each in vars(parameter) if each.startswith("ds_")]:
+            delattr(parameter, name)
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in set(engine.module.modules())]
     released = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
     # Of every engine of the process: the others compute theirs once more.
