@@ -107,7 +107,7 @@ def _find_by_parameters(optimizer: torch.optim.Optimizer, trained_parameters: Ma
 def cut_state(optimizer: torch.optim.Optimizer, trained_parameters: Mapping[int, TrainedParameter]) -> None:
     """Cut whole tensors that the user has put into the state of parts: a kernel would step by what comes first."""
     for each in _spread(trained_parameters):
-        slots = optimizer.state.get(each.part.values)
+        slots: dict[str, Any] = optimizer.state.get(each.part.values, {})
         for slot, value in slots.items() if isinstance(slots, dict) else ():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != each.part.values.shape:
                 slots[slot] = slice_state(slot, value, each.part)
