@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from shard_core.errors import SetupError
 from shard_core.parameters import plain_module_name, plain_name
 from shard_core.preparation.submodules import num_bytes, runs_of_blocks
 
@@ -229,7 +231,11 @@ def kept_whole(module: nn.Module, units: Sequence[Unit], asked: Collection[str])
         asked: Names of parameters that are to be kept whole anyhow.
 
     Returns:
-        Those names, and of every unit that has both kinds the names of the kind that takes less memory.
+        Those names, and of every unit that has both kinds the names of that without shards of tensor parallelism; if
+        neither has, or both, of the kind that takes less memory.
+
+    Raises:
+        SetupError: If both kinds of a unit have shards already.
 
     Example:
         >>> from torch import nn
@@ -240,13 +246,21 @@ def kept_whole(module: nn.Module, units: Sequence[Unit], asked: Collection[str])
     rest = {p: plain_name(name) for name, p in module.named_parameters() if p.dim() and p.numel()}
     found: set[str] = set()
     for modules in (*(unit.modules for unit in units), (module,)):
-        kinds: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
+        kinds: dict[bool, list[tuple[bool, int, str]]] = {True: [], False: []}
         for parameter in itertools.chain.from_iterable(part.parameters() for part in modules):
             name = rest.pop(parameter, None)
             if name is not None and name not in asked:
-                kinds[parameter.is_complex()].append((parameter.nbytes, name))
-        fewer = min(kinds.values(), key=lambda kind: sum(size for size, _ in kind))
-        found.update(name for _, name in fewer)
+                kinds[parameter.is_complex()].append((isinstance(parameter, DTensor), parameter.nbytes, name))
+        fewer = min(
+            kinds.values(), key=lambda kind: (any(split for split, *_ in kind), sum(size for _, size, _ in kind))
+        )
+        shard = next((name for split, _, name in fewer if split), None)
+        if shard is not None:
+            raise SetupError(
+                f"{shard!r} is split over tensor-parallel ranks, and so is a parameter of its unit of which one is "
+                "complex and the other real, which torch does not shard together; leave one of both out of the plan."
+            )
+        found.update(name for *_, name in fewer)
     if found:
         log.info("kept whole on every rank, as their units hold real and complex parameters: %s", sorted(found))
     return found.union(asked)
