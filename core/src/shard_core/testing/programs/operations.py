@@ -18,14 +18,14 @@ class Backward:
         how: ``"plain"``; ``"retain_graph"``: two backwards through one graph; ``"two_forwards"``: of one loss;
             ``"crossed"``: two forwards, then their backwards in the other order; ``"gradient"``: of the output and its
             gradient; ``"method"``: through an entry method; ``"layers"``: through layers that are called by
-            themselves; ``"contrastive"``: each row's output is told from those of
-            all data ranks; ``"through"``: the first module's output goes on through the second, whichever is named;
-            ``"frozen"``: the layer on top is frozen before the backward, and trained again after it; ``"eval"``: of a
-            module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs' gradients;
-            ``"zeroed"`` and ``"cleared"``: between the two, optimizers or the module zero the gradients of before;
-            ``"detached"``: of the second module, on the first's output without gradients; ``"squares"``: then one of
-            each trained parameter's squares; ``"by hand"``: by ``loss.backward()``, which a strategy may refuse;
-            ``"accumulated"``: of ``MICRO_BATCHES``, of which the last is sent.
+            themselves; ``"contrastive"``: each row's output is told from those of all data ranks; ``"through"``: the
+            first module's output goes on through the second, whichever is named; ``"frozen"``: the layer on top is
+            frozen before the backward, and trained again after it; ``"eval"``: of a module in evaluation mode;
+            ``"penalty"``: of the loss and the squares of its inputs' gradients; ``"zeroed"`` and ``"cleared"``: between
+            the two, optimizers or the module zero the gradients of before; ``"detached"``: of the second module, on
+            the first's output without gradients; ``"squares"``: then one of each trained parameter's squares;
+            ``"by hand"``: by ``loss.backward()``, which a strategy may refuse; ``"accumulated"``: of
+            ``MICRO_BATCHES``, of which the last is sent.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is; with ``alone``, on the first data rank alone.
@@ -45,9 +45,9 @@ class Backward:
 class Forward:
     """A forward without a backward: ``train``, ``eval``, ``no_grad``, ``inference``, ``unwrap`` or entry ``method``.
 
-    ``interrupted`` has a backward, which an exception ends at the output: all gradients are thrown away, as the
-    contract has it; ``interrupted by hand`` is ``backward()`` of the output itself, after which the program throws them
-    away. ``failed`` and ``failed evaluation`` are ended by an exception themselves.
+    ``interrupted`` has a backward, which an exception ends at the output, and all gradients are thrown away;
+    ``interrupted by hand`` is ``backward()`` of the output itself, after which the program throws them away. ``failed``
+    and ``failed evaluation`` are ended by an exception themselves.
     """
 
     module: int = 0
@@ -201,11 +201,12 @@ class HookGradients:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Initialize:
-    """Draw one parameter anew by ``torch.nn.init``, counted round; ``shown`` is as for ``EditWeights``."""
+    """Draw a parameter, counted round, anew; optimizers may forget its state; ``shown`` is as for ``EditWeights``."""
 
     module: int = 0
     which: int
     shown: bool = True
+    forgets: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,8 +299,8 @@ class Fail:
         how: ``"save"``, where a file is in the way; ``"background"``: a save that others go on beside; ``"unwaited"``:
             the save after one in the background that nobody waits for; ``"load"`` of a value that the last checkpoint
             lacks; ``"object"``: a load of the last checkpoint, of which one rank's object takes nothing; ``"step"``,
-            ``"norm"``, ``"value"``, ``"gradients"``: to step with an optimizer's gradients, to clip them or to look at
-            them while some wait for a backward outside of ``no_backward_sync``.
+            ``"norm"``, ``"value"``, ``"gradients"``: to step with an optimizer's gradients, to clip or look at them
+            while some wait for a backward outside of ``no_backward_sync``.
         optimizer: Whose gradients wait.
     """
 
@@ -311,10 +312,7 @@ class Fail:
 class Attempt:
     """Try what is known to be refused, then zero all gradients, seed all generators, and go on.
 
-    None is drawn: a program that was refused is judged once more with the attempt in the place of what was refused.
-
-    Attributes:
-        refused: What is tried.
+    None is drawn: a program that was refused is judged once more with the attempt in the place of what was ``refused``.
     """
 
     refused: Operation

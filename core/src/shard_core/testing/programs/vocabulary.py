@@ -62,7 +62,8 @@ VARIANTS: dict[tuple[type[Any], str], str] = {
 }
 """Ways that are drawn in the place of others, so that seeds go on drawing what they have drawn."""
 FLAGS: dict[type[Any], dict[str, Any]] = {
-    ops.Step: {"by_hand": True}, ops.Closure: {"by_hand": True}, ops.Save: {"frozen": False}
+    ops.Step: {"by_hand": True}, ops.Closure: {"by_hand": True}, ops.Save: {"frozen": False},
+    ops.Initialize: {"forgets": True},
 }  # fmt: skip
 """Fields that are drawn so in place of their defaults."""
 

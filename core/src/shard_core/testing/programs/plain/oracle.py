@@ -189,6 +189,8 @@ class Oracle(PlainRun):
         drawn = self._each(lambda _: {"values": torch.nn.init.normal_(parameter.detach().clone(), std=0.3)})
         with torch.no_grad():
             parameter.copy_(drawn[0]["values"])
+        for optimizer in self.optimizers if operation.forgets else ():
+            optimizer.state.pop(parameter, None)
         return self.state() if operation.shown else {}
 
     @_on_all.register(ops.UpdateAverage)

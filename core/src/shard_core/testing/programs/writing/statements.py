@@ -137,9 +137,14 @@ def _(operation: ops.HookGradients, *_: object) -> Lines:
 
 @statements.register(ops.Initialize)
 def _(operation: ops.Initialize, program: Program, *_: object) -> Lines:
-    chosen = f"parameters = list({MODULES[operation.module]}.parameters())"
-    drawn = f"torch.nn.init.normal_(parameters[{operation.which} % len(parameters)], std=0.3)"
-    return [chosen, drawn], [f"**{shown_state(program)}"] * operation.shown
+    own = (OPTIMIZERS[number] for number, spec in enumerate(program.optimizers) if spec.module == operation.module)
+    lines = [
+        f"parameters = list({MODULES[operation.module]}.parameters())",
+        f"drawn = parameters[{operation.which} % len(parameters)]",
+        "torch.nn.init.normal_(drawn, std=0.3)",
+        *[f"{optimizer}.state.pop(drawn, None)" for optimizer in own if operation.forgets],
+    ]
+    return lines, [f"**{shown_state(program)}"] * operation.shown
 
 
 @statements.register(ops.UpdateAverage)
