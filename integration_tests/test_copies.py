@@ -16,6 +16,7 @@ from shard_core.testing import set_up
 #: Ranks, strategy and options.
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "single": (1, "single", {}),
+    "single in bfloat16": (1, "single", {"precision": "bf16-mixed"}),
     "ddp": (2, "ddp", {}),
     "fsdp": (2, "fsdp", {}),
     "tp": (2, "tp", {"tensor_parallel_size": 2, "plan": {"hidden": "colwise", "out": "rowwise"}}),
@@ -23,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "deepspeed 3": (2, "deepspeed_stage_3", {"param_persistence_threshold": 0}),
 }
 #: Where every rank has all that there is to copy.
-COPIED = {"single", "ddp"}
+COPIED = {"single", "single in bfloat16", "ddp"}
 
 
 class Network(nn.Module):

@@ -154,7 +154,7 @@ def _state_dict(
 
 
 class PartialStateDict:
-    """Refuses ``state_dict``, and to load one, where there is nothing in place of a parameter's values.
+    """Refuses ``state_dict``, and to load one, where there is nothing in place of a parameter's values; and copies.
 
     Parts pass, DTensors or flat ones: loaded into the same module, they restore what was there.
 
@@ -165,13 +165,17 @@ class PartialStateDict:
     def __init__(self, module: torch.nn.Module) -> None:
         self._shapes = {part: _shapes(part) for part in module.modules()}
         self._handles: list[RemovableHandle] = []
+        self._copies = _NoCopies(module)
 
-    def install(self, strategy: str) -> None:
+    def install(self, strategy: str, called: torch.nn.Module, *, sharded: bool) -> None:
         """Register hooks on those parts of the module that have parameters, which engines may empty at any time.
 
         Args:
             strategy: The strategy's name, for the message.
+            called: What the engine has returned for the module.
+            sharded: Whether the module holds parts of parameters.
         """
+        self._copies.install(strategy, called, sharded=sharded)
         for part, shapes in self._shapes.items():
             if shapes:
                 check = functools.partial(_check, strategy, shapes)
@@ -185,12 +189,13 @@ class PartialStateDict:
         """Remove the hooks, and note what cannot be set up again."""
         for handle in self._handles:
             handle.remove()
+        self._copies.remove()
         for part, shapes in self._shapes.items():
             if _first_emptied(part, shapes) is not None:
                 note_left_empty(part)
 
 
-class NoCopies:
+class _NoCopies:
     """Refuses ``copy.deepcopy``, also ``AveragedModel``'s, of what an engine's hooks would follow, and of shards.
 
     Args:
@@ -201,8 +206,8 @@ class NoCopies:
         self._hooked = {part: _hooks(part) for part in module.modules()}
         self._refusing: list[torch.nn.Module] = []
 
-    def install(self, strategy: str, called: torch.nn.Module, *, sharded: bool) -> NoCopies:
-        """Give a ``__deepcopy__`` that refuses to what the engine has changed; return this.
+    def install(self, strategy: str, called: torch.nn.Module, *, sharded: bool) -> None:
+        """Give a ``__deepcopy__`` that refuses to what the engine has changed.
 
         Args:
             strategy: The strategy's name, for the message.
@@ -214,7 +219,6 @@ class NoCopies:
             self._refusing.append(called)
         for part in self._refusing:
             vars(part)[_DEEPCOPY] = functools.partial(_refuse_copy, strategy)
-        return self
 
     def remove(self) -> None:
         """Let them be copied again."""

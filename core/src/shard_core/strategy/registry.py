@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shard_core.preparation.rescaled_embeddings import RescaledEmbeddings
     from shard_core.preparation.sparse_gradients import DenseEmbeddingGradients
     from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
-    from shard_core.strategy.module_saves import NoCopies, PartialStateDict, PretrainedSaves
+    from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -43,7 +43,7 @@ class SetUpModule:
         dims: Their numbers of dims then, sorted.
         forward: Its forward's precision.
         pretrained: What replaces its ``save_pretrained``.
-        partial_state: What refuses its ``state_dict`` where that would hold parts.
+        partial_state: What refuses its ``state_dict`` where that would hold parts, and copies of it.
         layer_calls: How its parts ran before setup.
         forward_only: What refuses calls past its forward; None if its other methods may be called.
         optimizers: The optimizers over its parameters, with what their gradients still need.
@@ -74,7 +74,7 @@ class SetUpModule:
     layer_calls: LayerCalls
     forward_only: ForwardOnly | None
     optimizers: dict[torch.optim.Optimizer, Accumulation]
-    hooks: list[RemovableHandle | NotedZeroGrad | NoCopies | SynchronizedInit]
+    hooks: list[RemovableHandle | NotedZeroGrad | SynchronizedInit]
     rescaled: RescaledEmbeddings
     routed: dict[torch.optim.Optimizer, RoutedStep] = dataclasses.field(default_factory=dict)
     unstepped: Accumulation = dataclasses.field(default_factory=Accumulation)

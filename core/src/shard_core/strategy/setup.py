@@ -29,7 +29,7 @@ from shard_core.replicas import check_whole
 from shard_core.strategy.accumulation import Accumulation, NotedZeroGrad
 from shard_core.strategy.forward import ForwardOnly, ForwardPrecision
 from shard_core.strategy.lifecycle import StrategyLifecycle
-from shard_core.strategy.module_saves import NoCopies, PartialStateDict, PretrainedSaves
+from shard_core.strategy.module_saves import PartialStateDict, PretrainedSaves
 from shard_core.strategy.quantization import refuse_quantized
 from shard_core.strategy.registry import SetUpModule
 
@@ -235,7 +235,7 @@ class StrategySetup(StrategyLifecycle):
         shapes, pretrained, partial = _shapes(module), PretrainedSaves(module), PartialStateDict(module)
         parameters = module.named_parameters(remove_duplicate=False)
         untrained = frozenset(plain_name(name) for name, each in parameters if not each.requires_grad)
-        calls, copies = LayerCalls(module), NoCopies(module)
+        calls = LayerCalls(module)
         with calls.exchanged(), sparse.made_dense() if sparse else contextlib.nullcontext():
             called = self.engine_setup(module, optimizers, names)
             check_hooks_kept(names, module)
@@ -250,7 +250,7 @@ class StrategySetup(StrategyLifecycle):
         pretrained.install(
             self.info.name, lambda: self.engine_state({"model": module}, {}), self.collectives, spread=spread
         )
-        partial.install(self.info.name)
+        partial.install(self.info.name, called, sharded=sharded)
         frozen = {plain_name(name): each for name, each in module.named_parameters() if not each.requires_grad}
         known = SetUpModule(
             module=module,
@@ -269,7 +269,6 @@ class StrategySetup(StrategyLifecycle):
                 *(each.register_load_state_dict_post_hook(self._lay_out_state) for each in optimizers),
                 *(hook for each in optimizers for hook in keep_on_rank(each, module, self.collectives)),
                 *self._guard_backwards(module),
-                copies.install(self.info.name, called, sharded=sharded),
             ],
             untrained=untrained,
             frozen={} if Capability.UNFREEZE in self.info.capabilities else frozen,
