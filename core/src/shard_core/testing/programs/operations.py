@@ -298,9 +298,10 @@ class Fail:
     Attributes:
         how: ``"save"``, where a file is in the way; ``"background"``: a save that others go on beside; ``"unwaited"``:
             the save after one in the background that nobody waits for; ``"load"`` of a value that the last checkpoint
-            lacks; ``"object"``: a load of the last checkpoint, of which one rank's object takes nothing; ``"step"``,
-            ``"norm"``, ``"value"``, ``"gradients"``: to step with an optimizer's gradients, to clip or look at them
-            while some wait for a backward outside of ``no_backward_sync``.
+            lacks; ``"object"``: a load of the last checkpoint, of which one rank's object takes nothing; ``"set up"``:
+            a module again; ``"foreign"``: to step an optimizer that was not; ``"form"``: to save in one that is none;
+            ``"step"``, ``"norm"``, ``"value"``, ``"gradients"``: to step with an optimizer's gradients, to clip or look
+            at them while some wait for a backward outside of ``no_backward_sync``.
         optimizer: Whose gradients wait.
     """
 

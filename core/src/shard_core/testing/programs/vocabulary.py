@@ -45,7 +45,9 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
     ops.EditGradients: ("multiplied", "infinite", "clipped", "assigned", "data", "foreach", "counted", "groups' data"),
     ops.EditWeights: ("in place", "data", "groups", "groups' data"),
     ops.Load: ("path", "latest", "modules"),
-    ops.Fail: ("save", "background", "unwaited", "load", "object", *PREMATURE.values()),
+    ops.Fail: (
+        "save", "background", "unwaited", "load", "object", "set up", "foreign", "form", *PREMATURE.values(),
+    ),
     ops.Reduce: ("mean", "sum", "max", "gather", "dict"),
 }  # fmt: skip
 """What ``how`` may be, where an operation has it."""
@@ -59,6 +61,9 @@ VARIANTS: dict[tuple[type[Any], str], str] = {
     (ops.EditWeights, "in place"): "groups",
     (ops.EditWeights, "data"): "groups' data",
     (ops.Fail, "load"): "object",
+    (ops.Fail, "save"): "set up",
+    (ops.Fail, "background"): "foreign",
+    (ops.Fail, "unwaited"): "form",
 }
 """Ways that are drawn in the place of others, so that seeds go on drawing what they have drawn."""
 FLAGS: dict[type[Any], dict[str, Any]] = {

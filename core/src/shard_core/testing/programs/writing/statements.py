@@ -251,6 +251,13 @@ def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
         path, lacking = f"f'{{folder}}/{saved}'", f"{{'lacking': 3, **{states}}}"
         return ["saving.wait()", f"failed = fails(lambda: strategy.load_checkpoint({path}, {lacking}))"], shown
     path = f"f'{{folder}}/taken-{number}'"
+    mistakes = {
+        "set up": f"setup_module(strategy.unwrap({MODULES[0]}))",
+        "foreign": "optimizer_step(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))",
+        "form": f"save_checkpoint({path}, {states}, state_dict_type='whole')",
+    }
+    if operation.how in mistakes:
+        return [f"failed = fails(lambda: strategy.{mistakes[operation.how]})"], shown
     made = f"open({path}, 'w').close()"
     if operation.how == "unwaited":
         begun = f"lambda: strategy.save_checkpoint({path}, {states}, blocking=False)"
