@@ -37,7 +37,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "ignored_states": ("['head.bias']",),
     "backward_prefetch": ("2", "None", "torch.distributed.fsdp.BackwardPrefetch.BACKWARD_POST"),
     "forward_prefetch": ("True",),
-    "cpu_offload": ("True", "torch.distributed.fsdp.CPUOffload(offload_params=True)"),
+    "cpu_offload": (
+        *("True", "torch.distributed.fsdp.CPUOffload(offload_params=True)", "torch.distributed.fsdp.OffloadPolicy()"),
+        "torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)",
+    ),
     "mixed_precision": ("torch.distributed.fsdp.MixedPrecision()",),
     "device_mesh": ("(1, 'auto')", "('auto', 1)"),
     "sharding_strategy": ("'SHARD_GRAD_OP'", "'NO_SHARD'", "torch.distributed.fsdp.ShardingStrategy.FULL_SHARD"),
