@@ -21,6 +21,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "deepspeed 2": (2, "deepspeed_stage_2", {}),
     "deepspeed 3": (2, "deepspeed_stage_3", {"param_persistence_threshold": 0}),
 }
+OTHERS = ("ddp", "tp", "deepspeed 0", "deepspeed 1")
 
 
 class Network(nn.Module):
@@ -91,7 +92,9 @@ def under_a_strategy(layout: str, change: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["fsdp", *[pytest.param(each, marks=pytest.mark.long) for each in OTHERS], "deepspeed 2", "deepspeed 3"]
+)
 def test_state_is_found_by_the_parameter_of_the_module(worlds: Any, layout: str, change: str) -> None:
     torch.manual_seed(0)
     plain = Network()

@@ -43,7 +43,7 @@ def one_after_the_other(first: str, second: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("second", [*WHOLE, "fsdp"])
-@pytest.mark.parametrize("first", WHOLE)
+@pytest.mark.parametrize("first", [*[pytest.param(each, marks=pytest.mark.long) for each in WHOLE[:-1]], WHOLE[-1]])
 def test_what_is_whole_is_trained_on_by_another_strategy(worlds: Any, first: str, second: str) -> None:
     plain = network()
     for _ in range(2):
@@ -60,7 +60,7 @@ def refused(first: str, second: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("second", [*WHOLE, "fsdp"])
+@pytest.mark.parametrize("second", ["ddp", "deepspeed_stage_3", "fsdp"])
 @pytest.mark.parametrize("first", SPREAD)
 def test_what_is_spread_over_ranks_is_refused(worlds: Any, first: str, second: str) -> None:
     for said in worlds(2).run(refused, first, second):
