@@ -157,3 +157,12 @@ def test_nccl_alone_takes_tensors_from_host_memory():
         assert strategy.all_reduce({"n": [1.0]})["n"][0].item() == 1.0
         assert strategy.broadcast({"x": 1}) == {"x": 1}
         assert strategy.collectives.gather_objects("x") == ["x"]
+
+
+def test_who_was_refused_keeps_no_group_from_those_that_leave() -> None:
+    owner, refused = ProcessGroupCollectives(), ProcessGroupCollectives()
+    owner.connect(0, 1, torch.device("cpu"))
+    with pytest.raises(CollectiveError, match="rank 1 of 2"):
+        refused.connect(1, 2, torch.device("cpu"))
+    owner.close()
+    assert not dist.is_initialized()

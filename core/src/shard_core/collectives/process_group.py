@@ -52,6 +52,7 @@ class ProcessGroupCollectives(Collectives):
             may give no sign of life on a side channel.
     """
 
+    #: Those of this process that use the group.
     _connected: ClassVar[weakref.WeakSet[ProcessGroupCollectives]] = weakref.WeakSet()
 
     def __init__(
@@ -90,7 +91,6 @@ class ProcessGroupCollectives(Collectives):
     def connect(self, rank: int, world_size: int, device: torch.device) -> None:
         """Join the ranks, or use the process group that exists."""
         self._device = device
-        self._connected.add(self)
         if dist.is_initialized():
             if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
                 raise CollectiveError(
@@ -101,6 +101,7 @@ class ProcessGroupCollectives(Collectives):
             # Each strategy on a group that outlives it calls its own roll.
             name = bytes(broadcast_bytes(secrets.token_bytes(16), 0, self._message_device)).hex()
             self._set_store(dist.PrefixStore(f"shard/{name}", default_store()), rank, world_size)
+            self._connected.add(self)
             return
         backend = self._backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         _check_backend(backend)
@@ -114,6 +115,7 @@ class ProcessGroupCollectives(Collectives):
             timeout=self._timeout,
         )
         self._owns_group = True
+        self._connected.add(self)
         settle_at_exit()
 
     def _set_store(self, store: dist.Store, rank: int, world_size: int) -> None:
