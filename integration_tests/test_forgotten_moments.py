@@ -63,8 +63,13 @@ def put_in_place(optimizer: Any, parameter: torch.Tensor) -> None:
     optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": whole, "exp_avg_sq": whole + 1}
 
 
+def put_by_update(optimizer: Any, parameter: torch.Tensor) -> None:
+    whole = torch.linspace(0, 1, 24).reshape(3, 8)
+    optimizer.state.update({parameter: {"step": torch.tensor(3.0), "exp_avg": whole, "exp_avg_sq": whole + 1}})
+
+
 CHANGES: dict[str, Callable[[Any, torch.Tensor], None]] = {
-    each.__name__: each for each in (popped, deleted, emptied, zeroed, zeroed_after_a_load, put_in_place)
+    each.__name__: each for each in (popped, deleted, emptied, zeroed, zeroed_after_a_load, put_in_place, put_by_update)
 }
 
 

@@ -193,7 +193,7 @@ class ReplacementCheck:
             for name, parameter, dtype in held:
                 found = now.get(name)
                 if found is parameter:
-                    _check_dtype(parameter, dtype, _joined(prefix, name))
+                    _check_dtype(parameter, dtype, prefix, name)
                     continue
                 stand_ins = stands_for() if stand_ins is None else stand_ins
                 if found is None or stand_ins.get(found) is not parameter:
@@ -212,14 +212,14 @@ class ReplacementCheck:
         for _, prefix, held in self._places:
             for name, parameter, dtype in held:
                 if parameter.requires_grad:
-                    _check_dtype(parameter, dtype, _joined(prefix, name))
+                    _check_dtype(parameter, dtype, prefix, name)
 
 
-def _check_dtype(parameter: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+def _check_dtype(parameter: torch.Tensor, dtype: torch.dtype, prefix: str, name: str) -> None:
     if parameter.dtype != dtype:
         raise SetupError(
-            f"{name!r} is {parameter.dtype} and was {dtype} at setup, for which this strategy has made its messages; "
-            "cast it back, or cast the module before setup, with a precision= of that name."
+            f"{_joined(prefix, name)!r} is {parameter.dtype} and was {dtype} at setup, for which this strategy has "
+            "made its messages; cast it back, or cast the module before setup, with a precision= of that name."
         )
 
 

@@ -50,11 +50,7 @@ def send_values(module: nn.Module) -> None:
 
     Args:
         module: The same on every rank but for values; tensors that have none yet are left out.
-
-    Raises:
-        SetupError: If a parameter is spread over ranks already.
     """
-    check_whole(module)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if not is_recorded(tensor) and dist.get_world_size() > 1:

@@ -257,8 +257,8 @@ def kept_whole(module: nn.Module, units: Sequence[Unit], asked: Collection[str])
         shard = next((name for split, _, name in fewer if split), None)
         if shard is not None:
             raise SetupError(
-                f"{shard!r} is split over tensor-parallel ranks, and so is a parameter of its unit of which one is "
-                "complex and the other real, which torch does not shard together; leave one of both out of the plan."
+                f"{shard!r} and another parameter of its unit are split over tensor-parallel ranks, and one is complex "
+                "and the other real, which torch does not shard together; leave one of both out of the plan."
             )
         found.update(name for *_, name in fewer)
     if found:

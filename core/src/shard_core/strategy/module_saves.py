@@ -207,7 +207,7 @@ class _NoCopies:
         self._refusing: list[torch.nn.Module] = []
 
     def install(self, strategy: str, called: torch.nn.Module, *, sharded: bool) -> None:
-        """Give a ``__deepcopy__`` that refuses to what the engine has changed.
+        """Set a ``__deepcopy__`` that refuses on what the engine has changed.
 
         Args:
             strategy: The strategy's name, for the message.
@@ -221,7 +221,7 @@ class _NoCopies:
             vars(part)[_DEEPCOPY] = functools.partial(_refuse_copy, strategy)
 
     def remove(self) -> None:
-        """Let them be copied again."""
+        """Remove what refuses."""
         for part in self._refusing:
             vars(part).pop(_DEEPCOPY, None)
         self._refusing.clear()

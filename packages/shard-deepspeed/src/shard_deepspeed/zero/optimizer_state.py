@@ -69,6 +69,11 @@ class StateOfParts(defaultdict[Any, Any]):
         """Return what there is, set to the default where there is nothing."""
         return super().setdefault(self._part(key), default)
 
+    def update(self, *others: Any, **more: Any) -> None:
+        """Set what others have."""
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what makes a usual optimizer's state, in a copy or a file."""
         return defaultdict, (dict,), None, None, iter(self.items())
