@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -311,3 +312,34 @@ def test_buffers_that_a_graph_reads_stay_until_its_step(worlds: Any) -> None:
         (model(rows_of(1, 3 * rank) + rank).square().mean() / 2).backward()
     for gradient in worlds(2).run(another_backward_first):
         torch.testing.assert_close(gradient, model.layer.weight.grad)
+
+
+def skipping(evaluator: int) -> tuple[list[bool], list[torch.Tensor], torch.Tensor]:
+    """Take steps of which the scaler skips some, evaluating on one rank after each; return its outputs, and buffers."""
+    with get_strategy("ddp", precision="16-mixed", timeout=timedelta(seconds=20)) as strategy:
+        torch.manual_seed(0)
+        model = Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, _ = strategy.setup_module_and_optimizers(model, [optimizer])
+        taken, outputs = [], []
+        for step in range(4):
+            loss = model(rows_of(step, strategy.global_rank)).square().mean()
+            strategy.backward(loss * (1e38 if step % 2 == 0 else 1e-3), model)
+            taken.append(strategy.optimizer_step(optimizer) if step < 2 else optimizer.step() is None)
+            optimizer.zero_grad()
+            if strategy.global_rank == evaluator:
+                model.eval()
+                with torch.no_grad():
+                    outputs.append(model(rows_of(9, 0)).float())
+                model.train()
+            strategy.barrier()
+        buffers = torch.cat([each.double().flatten() for each in strategy.unwrap(model).buffers()])
+        return taken, outputs, buffers
+
+
+@pytest.mark.parametrize("evaluator", [0, 1])
+def test_one_rank_may_evaluate_alone_after_a_skipped_step(worlds: Any, evaluator: int) -> None:
+    first, second = worlds(2).run(skipping, evaluator)
+    assert first[0] == second[0] == [False, True, True, True]
+    assert len((first, second)[evaluator][1]) == 4
+    torch.testing.assert_close(first[2], second[2], rtol=0, atol=0)

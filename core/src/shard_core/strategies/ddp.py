@@ -65,6 +65,10 @@ class DDPStrategy(TorchEngine, Strategy):
         super().engine_step(optimizer, closure, **kwargs)
         self._ddp.send_changed(optimizer)
 
+    def engine_skip_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Send those buffers where no step is taken, too."""
+        self._ddp.send_changed(optimizer)
+
     def engine_drop_unfinished(self) -> None:
         """Have the wrappers begin anew."""
         self._ddp.drop_unfinished()

@@ -35,15 +35,15 @@ class Engine(abc.ABC):
     ``engine_seed``; then per module ``engine_init_context`` and ``engine_setup``, ``engine_add_optimizer`` for an
     optimizer that comes later, ``engine_lay_out_state`` when users load the state of one; per step
     ``engine_defers_sync``, ``engine_no_sync``, ``engine_follow_gradients``, ``engine_backward``,
-    ``engine_on_gradient``, ``engine_check_averaged``, ``engine_gradients``, ``engine_look`` and ``engine_step``;
-    ``engine_state`` to save and load; ``engine_flat_parts``, ``engine_copy`` and ``engine_publish_parts`` to keep
-    averages of weights; ``engine_teardown`` at the end. Arguments were checked before.
+    ``engine_on_gradient``, ``engine_check_averaged``, ``engine_gradients``, ``engine_look`` and ``engine_step``, or
+    ``engine_skip_step``; ``engine_state`` to save and load; ``engine_flat_parts``, ``engine_copy`` and
+    ``engine_publish_parts`` to keep averages of weights; ``engine_teardown`` at the end. Arguments were checked before.
     ``engine_worth_trying`` stands apart: nothing has been started then.
 
-    Eight members may exchange messages between ranks, because core calls them on every rank in the same order, or on
+    Nine members may exchange messages between ranks, because core calls them on every rank in the same order, or on
     none: ``engine_mesh``, ``engine_setup``, ``engine_add_optimizer``, ``engine_backward``, ``engine_check_averaged``,
-    ``engine_gradients``, ``engine_step`` and ``engine_publish_parts``. All others serve their rank alone. A member that
-    refuses raises before its first message, and on every rank.
+    ``engine_gradients``, ``engine_step``, ``engine_skip_step`` and ``engine_publish_parts``. All others serve their
+    rank alone. A member that refuses raises before its first message, and on every rank.
     """
 
     #: What is known of the strategy under the name it was asked for.
@@ -298,6 +298,9 @@ class Engine(abc.ABC):
             closure: Evaluates the loss again, gradients final; None without one.
             kwargs: What the user passed through.
         """
+
+    def engine_skip_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - for engines whose steps do more
+        """Do what ``engine_step`` does besides, where a gradient scaler skips it on every rank; may communicate."""
 
     def engine_checkpoint_form(self) -> str | None:
         """Return the form of checkpoints that an option of the engine sets, unless the user asks; None without one."""

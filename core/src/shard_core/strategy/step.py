@@ -232,6 +232,8 @@ class StrategyStep(StrategySetup):
                 self.precision.scaler.record(finite=finite)
             if finite:
                 self._engine_step(optimizer, None, kwargs)
+            else:
+                self.engine_skip_step(optimizer)
             known.note_step(optimizer)
             return finite
         self._require(Capability.CLOSURE)
