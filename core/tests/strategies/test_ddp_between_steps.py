@@ -343,3 +343,37 @@ def test_one_rank_may_evaluate_alone_after_a_skipped_step(worlds: Any, evaluator
     assert first[0] == second[0] == [False, True, True, True]
     assert len((first, second)[evaluator][1]) == 4
     torch.testing.assert_close(first[2], second[2], rtol=0, atol=0)
+
+
+def after_teardown(options: dict[str, Any]) -> list[torch.Tensor]:
+    """Train on one rank alone what was set up, past the end of its strategy; return its weights and buffers."""
+    with get_strategy("ddp", **options) as strategy:
+        torch.manual_seed(0)
+        made = Normed()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        model, _ = strategy.setup_module_and_optimizers(made, [optimizer])
+        rank = strategy.global_rank
+        strategy.backward(model(rows_of(0, 0)).square().mean(), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    for step in range(1, 3 if rank else 1):
+        model(rows_of(step, 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.detach() for each in made.state_dict().values()]
+
+
+@pytest.mark.parametrize("option", ["gradient_as_bucket_view", "static_graph"])
+def test_after_teardown_a_rank_trains_on_alone(worlds: Any, option: str) -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    truth = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(rows_of(step, 0)).square().mean().backward()
+        optimizer.step()
+        truth.append([each.detach().clone() for each in model.state_dict().values()])
+    first, second = worlds(2).run(after_teardown, {option: True})
+    torch.testing.assert_close(first, truth[0])
+    torch.testing.assert_close(second, truth[2])

@@ -88,7 +88,7 @@ class DDPModules:
             send_values(module)
         replica = self._replicas[wrapped] = _Replica(module, wrapped, self._device, may_leave_out=self._may_leave_out)
         if self._broadcast_buffers:
-            wrapped.register_forward_pre_hook(replica.buffers.before_forward)
+            replica.hooks.append(wrapped.register_forward_pre_hook(replica.buffers.before_forward))
         return wrapped
 
     @property
@@ -170,9 +170,12 @@ class DDPModules:
         return self._replicas[module].no_sync()
 
     def teardown(self) -> None:
-        """Remove the hooks from parameters, which another strategy would take for the user's, and drop the modules."""
-        for replica in self._replicas.values():
-            replica.remove_hooks()
+        """Drop the modules, which run alone from now on, and hooks that other strategies would take for the user's."""
+        for wrapped, replica in self._replicas.items():
+            for hook in replica.hooks:
+                hook.remove()
+            if isinstance(wrapped, DistributedDataParallel):  # whose own would still wait for other ranks
+                wrapped.forward = forward_of(wrapped.module, self._device)  # type: ignore[method-assign]
         self._replicas.clear()
 
 
@@ -185,6 +188,7 @@ class _Replica:
         waits: Whether the last backward was deferred here, alike on every rank, whatever it has reached.
         mark: What the graph of a forward's outputs is marked with.
         views, buffers: Where the wrapper keeps gradients; what sends buffers.
+        hooks: Those that another strategy, or none, would stumble over.
         unsynced: Has the wrapper average nothing in forwards: it gets ready when a backward begins.
     """
 
@@ -206,7 +210,7 @@ class _Replica:
         self._wrapper = weakref.ref(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
         self.unsynced = ForwardContexts(Unsynced, Unsynced.leave_late)
         self._nodes = AccumulationNodes(self.trained.values())
-        self._hooks = [on_gradient(each, self.reached.add) for each in self.parameters]
+        self.hooks = [on_gradient(each, self.reached.add) for each in self.parameters]
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.register_forward_pre_hook(self.unsynced.begin)
             wrapped.register_forward_hook(self._end_forward, always_call=True)
@@ -339,11 +343,6 @@ class _Replica:
             self._graph = frozenset()
         if self.synced and self.parameters:
             average_gradients(self.parameters)
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks from parameters."""
-        for hook in self._hooks:
-            hook.remove()
 
     def _end_forward(self, module: DistributedDataParallel, _: Any, output: Any) -> None:
         self.unsynced.leave()

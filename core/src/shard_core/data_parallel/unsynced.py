@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from shard_core.data.transfer import move
@@ -44,9 +45,9 @@ def forward_of(module: nn.Module, device: torch.device) -> Any:
         module: The wrapped one.
         device: Where it is, to which inputs are moved on a GPU, as the wrapper does.
     """
+    return functools.partial(_forward, module, device)
 
-    def forward(*inputs: Any, **kwargs: Any) -> Any:
-        inputs, kwargs = move((inputs, kwargs), device) if device.type == "cuda" else (inputs, kwargs)
-        return module(*inputs, **kwargs)
 
-    return forward
+def _forward(module: nn.Module, device: torch.device, *inputs: Any, **kwargs: Any) -> Any:
+    inputs, kwargs = move((inputs, kwargs), device) if device.type == "cuda" else (inputs, kwargs)
+    return module(*inputs, **kwargs)

@@ -8,6 +8,7 @@ from typing import Self
 from shard_core.errors import ShardError
 from shard_core.mesh import DataRanks
 from shard_core.strategy.checkpointing import StrategyCheckpointing
+from shard_core.strategy.torn_down import refuse_shards
 
 
 class Strategy(StrategyCheckpointing):
@@ -30,7 +31,9 @@ class Strategy(StrategyCheckpointing):
     def teardown(self) -> None:
         """Leave the other ranks and drop modules and optimizers; does nothing the second time.
 
-        A save that is under way is completed first.
+        A save that is under way is completed first. A module of which each rank holds all, as under ``"single"`` and
+        ``"ddp"``, is one of plain PyTorch again: it runs and trains on, each rank's alone. Where parameters are spread
+        over several ranks, calling the module and stepping its optimizers are refused from then on.
 
         Raises:
             CheckpointError: If it fails; everything has been left by then.
@@ -43,6 +46,8 @@ class Strategy(StrategyCheckpointing):
     def _leave(self) -> None:
         if self._placement is not None:
             self.engine_teardown()
+        for known in self._registry:
+            refuse_shards(self.info.name, known.module, (*known.optimizers, *known.guests))
         self._registry.clear()
         self._mesh = None
         self._data = DataRanks(rank=0, size=1)
