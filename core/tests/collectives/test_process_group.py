@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shard_core import get_strategy
-from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device
+from shard_core.collectives.process_group import ProcessGroupCollectives, carrying_device, translate_torch_errors
 from shard_core.coordinator import SECRET_VARIABLE
-from shard_core.errors import CollectiveError
+from shard_core.errors import CollectiveError, SetupError
 
 _LEFT = """\
 import os, sys
@@ -52,6 +52,63 @@ def test_a_rank_that_has_died_is_told_of_in_a_sentence(tmp_path, call, sentence)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert sentence in done.stdout, done.stderr
     assert "a rank that has died or left shows why in its own output" in done.stdout
+
+
+_LEFT_IN_TRAINING = """\
+import sys
+from datetime import timedelta
+
+import torch
+
+from shard_core import get_strategy
+from shard_core.errors import CollectiveError
+
+strategy = get_strategy("ddp", accelerator="cpu", timeout=timedelta(seconds=5))
+strategy.setup_environment()
+model = strategy.setup_module(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+loss = model(torch.ones(2, 4)).sum()
+strategy.barrier()  # both are there
+if strategy.global_rank == 1:
+    {leave}
+try:
+    {call}
+except CollectiveError as error:
+    sys.stdout.write(f"{{error}}\\n")
+    sys.stdout.flush()
+    raise
+"""
+
+_RAISE, _COME_LATE = 'raise ValueError("the batch is empty")', "import time; time.sleep(30); sys.exit(1)"
+
+
+@pytest.mark.parametrize(
+    ("leave", "call", "sentence"),
+    [
+        (_RAISE, "strategy.backward(loss, model)", "rank 0 waited in a backward in vain: "),
+        pytest.param(
+            _RAISE,
+            "model(torch.ones(2, 4))",
+            "rank 0 waited in a broadcast of buffers in vain: ",
+            marks=pytest.mark.long,
+        ),
+        (_COME_LATE, "strategy.backward(loss, model)", "rank 0 waited in a backward in vain: Timed out waiting 5000ms"),
+    ],
+)
+def test_a_rank_that_leaves_or_is_late_in_training_is_told_of_in_a_sentence(tmp_path, leave, call, sentence):
+    script = tmp_path / "left.py"
+    script.write_text(_LEFT_IN_TRAINING.format(leave=leave, call=call))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert sentence in done.stdout, done.stderr
+    assert "/gloo/" not in done.stdout
+    assert "and one that is late must come within the strategy's `timeout`" in done.stdout
+
+
+def test_other_errors_are_raised_as_they_are():
+    with pytest.raises(RuntimeError, match=r"^mine$"), translate_torch_errors("a backward", among_others=True):
+        raise RuntimeError("mine")
+    with pytest.raises(SetupError, match=r"^ours$"), translate_torch_errors("a reduction"):
+        raise SetupError("ours")
 
 
 class Point(NamedTuple):

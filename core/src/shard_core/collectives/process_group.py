@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import secrets
 import weakref
 from datetime import timedelta
@@ -20,7 +21,7 @@ from shard_core.collectives.messages import pack, pack_object, raise_refusal, un
 from shard_core.collectives.roll_call import RollCall, shared_store
 from shard_core.collectives.shutdown import close_process_group, settle_at_exit
 from shard_core.collectives.store_exchange import StoreExchange
-from shard_core.errors import CollectiveError, nearest
+from shard_core.errors import CollectiveError, ShardError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+
+_GLOO_PLACE = re.compile(r"^\[\S*/gloo/\S+\] ")
 
 
 class ProcessGroupCollectives(Collectives):
@@ -236,22 +239,29 @@ def _check_backend(backend: str) -> None:
 
 
 @contextlib.contextmanager
-def translate_torch_errors(what: str) -> Iterator[None]:
-    """Translate what torch raises inside, where nothing but messages between ranks can fail.
+def translate_torch_errors(what: str, *, among_others: bool = False) -> Iterator[None]:
+    """Translate what torch raises inside where a message between ranks fails.
 
     Args:
         what: The kind of message, such as "a reduction".
+        among_others: Whether other work may fail inside, too, whose errors are raised as they are; without, nothing
+            but messages can.
 
     Raises:
-        CollectiveError: If the message failed.
+        CollectiveError: If a message failed.
     """
     try:
         yield
+    except ShardError:
+        raise
     except RuntimeError as error:
-        reason = str(error).split("\n", 1)[0].rstrip(".")
+        if among_others and not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+            raise
+        # What gloo begins with, the place in its sources, and its advice tell a user nothing.
+        reason = _GLOO_PLACE.sub("", str(error).split("\n", 1)[0]).split(". This is typically", 1)[0].rstrip(".")
         raise CollectiveError(
             f"rank {dist.get_rank()} waited in {what} in vain: {reason}; a rank that has died or left shows why in its "
-            "own output."
+            "own output, and one that is late must come within the strategy's `timeout`."
         ) from error
 
 

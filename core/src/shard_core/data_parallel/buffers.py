@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shard_core.collectives.process_group import translate_torch_errors
+
 
 def sends_no_buffers() -> dict[str, bool]:
     """Return the keyword that keeps DistributedDataParallel from sending buffers, as this torch names it.
@@ -59,7 +61,8 @@ def send_buffers(module: nn.Module) -> None:
         alike.setdefault(buffer.dtype, []).append(buffer.data)
     for buffers in alike.values():
         message = torch.cat([each.reshape(-1) for each in buffers])
-        dist.broadcast(message, src=0)
+        with translate_torch_errors("a broadcast of buffers"):
+            dist.broadcast(message, src=0)
         parts: Iterable[torch.Tensor] = message.split([each.numel() for each in buffers])
         for each, part in zip(buffers, parts, strict=True):
             each.copy_(part.view_as(each))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from shard_core.collectives.process_group import translate_torch_errors
 from shard_core.errors import SetupError
 
 if TYPE_CHECKING:
@@ -87,11 +88,12 @@ class InPlaceGather(_HeapAllocator):
         shards = output_tensor.chunk(group.size()) if output_tensor.numel() else ()
         if shards and shards[group.rank()].data_ptr() != input_tensor.data_ptr():
             shards[group.rank()].copy_(input_tensor)
-        arriving = [
-            dist.broadcast(shard, group=group, group_src=rank, async_op=True) for rank, shard in enumerate(shards)
-        ]
-        for work in arriving:
-            work.wait()
+        with translate_torch_errors("a gather of parameters"):
+            arriving = [
+                dist.broadcast(shard, group=group, group_src=rank, async_op=True) for rank, shard in enumerate(shards)
+            ]
+            for work in arriving:
+                work.wait()
         return None
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shard_core.capability import Capability
+from shard_core.collectives.process_group import translate_torch_errors
 from shard_core.errors import InvalidOption, NonFiniteGradient, SetupError
 from shard_core.gradients import clip_norm, clip_values, total_norm
 from shard_core.options import check_names
@@ -120,7 +121,7 @@ class StrategyStep(StrategySetup):
         self._registry.note_backward()
         self._in_backward = True
         try:
-            with _explained(loss):
+            with _explained(loss), translate_torch_errors("a backward", among_others=True):
                 self.engine_backward(loss * factor if scaler else loss, known.callable, **kwargs)
         except BaseException:
             self.engine_drop_unfinished()
@@ -255,7 +256,8 @@ class StrategyStep(StrategySetup):
     def _engine_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]
     ) -> None:
-        with self._registry.owner(optimizer).routed[optimizer].opened():
+        opened = self._registry.owner(optimizer).routed[optimizer].opened()
+        with opened, translate_torch_errors("a step", among_others=True):
             self.engine_step(optimizer, closure, **kwargs)
 
     def _step_by_hand(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> None:
