@@ -71,6 +71,7 @@ def test_unused_parameters_are_named_before_a_step(worlds: Any, deferred: bool) 
     for message in worlds(2).run(first_backward, deferred):
         assert "did not reach 2 of them, first 'unused.weight'" in message
         assert "requires_grad_(False)" in message
+        assert "inside no_backward_sync if all of them together reach every one" in message
         assert "find_unused_parameters=True" in message
 
 

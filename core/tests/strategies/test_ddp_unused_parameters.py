@@ -57,3 +57,28 @@ def test_what_was_used_before_gradients_were_zeroed_is_unused_after(
     truth = [parameter.grad for parameter in model.parameters()]
     for each in worlds(2).run(gradients_after_others_were_zeroed, by_module, options):
         torch.testing.assert_close(each, truth, rtol=1e-5, atol=1e-7)
+
+
+def a_loss_for_each_part() -> list[torch.Tensor | None]:
+    """Go backward through losses that reach all parameters together, in an order of the rank's own."""
+    with get_strategy("ddp", accelerator="cpu") as strategy:
+        torch.manual_seed(0)
+        model = strategy.setup_module(MayAdd())
+        ((batch, _),) = models.batches("plain", 1, 12)
+        (share,) = models.share_of(strategy, (batch,))
+        for place, which in enumerate((0, 1) if strategy.global_rank else (1, 0)):
+            with strategy.no_backward_sync(model, enabled=place == 0):
+                strategy.backward(model(share, which).square().sum(), model)
+        return [parameter.grad for parameter in model.parameters()]
+
+
+def test_losses_that_reach_all_together_are_averaged_with_the_last(worlds: Any) -> None:
+    torch.manual_seed(0)
+    model = MayAdd()
+    ((batch, _),) = models.batches("plain", 1, 12)
+    for share in batch.chunk(2):
+        for which in range(2):
+            (model(share, which).square().sum() / 2).backward()
+    truth = [parameter.grad for parameter in model.parameters()]
+    for each in worlds(2).run(a_loss_for_each_part):
+        torch.testing.assert_close(each, truth, rtol=1e-5, atol=1e-7)

@@ -297,7 +297,8 @@ class _Replica:
                 raise SetupError(
                     "DistributedDataParallel averages only gradients of a loss that reaches every trained parameter, "
                     f"and this one did not reach {len(absent)} of them, first {absent[0]!r}; freeze those with "
-                    "requires_grad_(False), add up losses of one forward that reach different ones, or pass "
+                    "requires_grad_(False), add up losses of one forward that reach different ones, go backward from "
+                    "all but the last inside no_backward_sync if all of them together reach every one, or pass "
                     "find_unused_parameters=True if other steps use them."
                 )
             # Gradients of earlier backwards are waited for too: these add nothing to them.
