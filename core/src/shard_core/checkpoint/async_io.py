@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.interface import BegunSave, CheckpointIO, LoadedCheckpoint, SaveHandle
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
+from shard_core.checkpoint.storage.opening import absolute
 from shard_core.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class AsyncCheckpointIO(CheckpointIO):
     ) -> SaveHandle:
         """Write a checkpoint; see ``CheckpointIO.save``."""
         return self._inner.save(
-            path,
+            path if blocking or self._inner.has_joint_outcome else absolute(path),
             state,
             values,
             coordinator=coordinator,

@@ -152,7 +152,8 @@ class CheckpointIO(abc.ABC):
         """Write a checkpoint.
 
         Args:
-            path: The folder to make or, if it is a checkpoint, to replace; a path or a URL.
+            path: The folder to make or, if it is a checkpoint, to replace; a path or a URL. Where ``blocking`` is
+                False, a path is absolute, for the process may go elsewhere, unless the outcome is joint.
             state: Modules and optimizers.
             values: The rest, by the user's names; rank 0's are kept.
             coordinator: How ranks talk.

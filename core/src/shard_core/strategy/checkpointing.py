@@ -17,7 +17,7 @@ from shard_core.checkpoint.interop.load_weights import load_weights
 from shard_core.checkpoint.keys import FROZEN_KEY, OWN_KEYS, RANDOM_KEY
 from shard_core.checkpoint.state.app_state import AppState
 from shard_core.checkpoint.state.filtered import TrainedState
-from shard_core.checkpoint.storage.opening import check_path
+from shard_core.checkpoint.storage.opening import absolute, check_path
 from shard_core.errors import CheckpointError, CollectiveError, InvalidOption
 from shard_core.optim.alike_groups import numbers_of, warn_if_different
 from shard_core.strategy.random_state import (
@@ -143,8 +143,9 @@ class StrategyCheckpointing(StrategyStateDict):
         def save() -> SaveHandle:
             if begun is not None:
                 return begun.save(announcements, tensors, values, information=information, filter=filter)
+            stays = blocking is not False or self.checkpoint_io.has_joint_outcome  # our own note where they began
             handle = self.checkpoint_io.save(
-                path,
+                path if stays else absolute(path),
                 tensors,
                 values,
                 coordinator=self.collectives,

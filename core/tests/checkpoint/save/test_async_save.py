@@ -27,6 +27,7 @@ from shard_core.checkpoint.inspection.verify import verify
 from shard_core.checkpoint.retention.policy import Retention
 from shard_core.checkpoint.save import host_memory
 from shard_core.checkpoint.sharded_io import ShardedCheckpointIO
+from shard_core.checkpoint.storage.opening import absolute
 from shard_core.collectives.interface import Collectives
 from shard_core.collectives.single import SingleCollectives
 from shard_core.errors import CheckpointError, InvalidOption, MissingCapability, RankFailed
@@ -139,6 +140,42 @@ def test_a_relative_path_begins_where_the_process_was_when_it_saved(worlds: Any,
     worlds(2).run(save_and_go_elsewhere, tmp_path)
     assert verify(tmp_path / "relative").is_fine
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def save_through_others_and_go_elsewhere(folder: Path) -> None:
+    elsewhere, gate, before = folder / "elsewhere", folder / "gate", Path.cwd()
+    elsewhere.mkdir(exist_ok=True)
+    try:
+        for path, blocking, checkpoint_io in (
+            ("asked", False, Held(gate)),
+            (Path("run", "by_itself"), None, AsyncCheckpointIO(Held(gate))),
+        ):
+            with get_strategy("ddp", checkpoint_io=checkpoint_io) as strategy:
+                state = ready(strategy)
+                os.chdir(folder)
+                handle = strategy.save_checkpoint(path, state, blocking=blocking)
+                os.chdir(elsewhere)
+                gate.touch()
+                handle.wait()
+                strategy.barrier()
+                gate.unlink(missing_ok=True)
+    finally:
+        os.chdir(before)
+
+
+def test_a_checkpoint_io_of_somebody_else_is_given_an_absolute_path(worlds: Any, tmp_path: Path) -> None:
+    worlds(2).run(save_through_others_and_go_elsewhere, tmp_path)
+    assert verify(tmp_path / "asked").is_fine
+    assert verify(tmp_path / "run" / "by_itself").is_fine
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_url_is_given_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for left in ("s3://bucket/run", "simplecache::s3://bucket/run", "s3:/bucket/run", "/run/step-1", Path("/run")):
+        assert absolute(left) is left
+    assert absolute("run") == str(tmp_path / "run")
+    assert absolute(Path("run")) == tmp_path / "run"
 
 
 def test_what_comes_next_to_a_failed_save_raises_it(tmp_path: Path) -> None:

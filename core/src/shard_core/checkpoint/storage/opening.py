@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shard_core.checkpoint.storage.local import LocalFolder
 from shard_core.errors import CheckpointError, InvalidOption, nearest
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
     from shard_core.checkpoint.storage.interface import Folder
+
+T = TypeVar("T", bound="str | os.PathLike[str]")
 
 _BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
@@ -52,6 +54,22 @@ def path_or_url(path: str | os.PathLike[str]) -> Path | str:
         'memory://run'
     """
     return path if isinstance(path, str) and is_url(path) else Path(path)
+
+
+def absolute(path: T) -> T | str | Path:
+    """Return a path on a disk as one that names the same folder when this process is in another; a URL as it is.
+
+    Example:
+        >>> absolute("s3://bucket/run"), absolute("/run/step-100")
+        ('s3://bucket/run', '/run/step-100')
+    """
+    if not isinstance(path, str | Path) or is_url(path) or _BROKEN_URL.match(str(path)) or os.path.isabs(path):
+        return path
+    try:
+        whole = Path.cwd() / path
+    except FileNotFoundError:  # the folder was removed: there is nothing to begin in
+        return path
+    return str(whole) if isinstance(path, str) else whole
 
 
 def open_folder(
