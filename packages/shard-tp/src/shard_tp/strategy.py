@@ -16,6 +16,7 @@ from shard_core.backend import FullySharder, TensorState, TorchEngine, find_unit
 from shard_core.plugins import DATA_AXIS, MeshShape
 from shard_tp.config import TPConfig
 from shard_tp.consistency import ConsistencyCheck, refuse_second_derivatives
+from shard_tp.outputs import return_no_views
 from shard_tp.plan import apply_plan, check_styles, own_plan, split_by
 from shard_tp.plugin import TP
 from shard_tp.tuning import worth_trying
@@ -165,6 +166,7 @@ class TPStrategy(TorchEngine, Strategy):
         elif mesh.size() > 1:
             apply_plan(module, own_plan(module, mesh.size()), mesh)
         if mesh.size() > 1:
+            return_no_views(module)
             refuse_second_derivatives(module)
 
     def _check_batch(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
