@@ -7,7 +7,6 @@ from torch import nn
 from shard_core.errors import SetupError
 from shard_core.parameters import (
     ParameterNames,
-    ReplacementCheck,
     check_hooks_kept,
     check_no_gradients,
     plain_module_name,
@@ -124,22 +123,3 @@ def test_hooks_are_not_lost_silently(register: str) -> None:
         check_hooks_kept(names, model)
     hook.remove()
     check_hooks_kept(names, model)
-
-
-def test_only_parts_that_hold_parameters_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ParameterList([nn.Parameter(torch.ones(2))]))
-    placed = ReplacementCheck(model)
-    seen: list[nn.Module] = []
-    listed = nn.Module.named_parameters
-    monkeypatch.setattr(
-        nn.Module, "named_parameters", lambda part, **options: (seen.append(part), listed(part, **options))[1]
-    )
-    placed.check()
-    assert seen == [model[0][0], model[1]]
-    model[1][0] = nn.Parameter(torch.zeros(2))
-    with pytest.raises(SetupError, match=r"'1\.0' is not the parameter that setup has left there"):
-        placed.check()
-    placed.check(lambda: {model[1][0]: placed._places[1][2][0][1]})
-    model[0].to(torch.bfloat16)
-    with pytest.raises(SetupError, match=r"'0\.0\.weight' is torch\.bfloat16 and was torch\.float32 at setup"):
-        placed.check()

@@ -54,7 +54,6 @@ from shard_core.optim.owned_step import owned_step
 from shard_core.parameters import (
     COUNTERS,
     ParameterNames,
-    ReplacementCheck,
     laid_out_like,
     local_part,
     make_contiguous,
@@ -68,6 +67,7 @@ from shard_core.precision.policies import POLICIES
 from shard_core.precision.scaler import GradientScaler
 from shard_core.precision.true import TruePrecision
 from shard_core.preparation.layers import prepare_layers
+from shard_core.preparation.replacement_check import ReplacementCheck
 from shard_core.preparation.submodules import find_blocks
 from shard_core.replicas import AveragedGradients, send_values
 from shard_core.strategies.ddp import DDPStrategy

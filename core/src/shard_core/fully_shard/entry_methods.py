@@ -28,7 +28,7 @@ from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.object_outputs import Shown
 from shard_core.fully_shard.second_derivatives import SecondDerivatives
 from shard_core.fully_shard.units import sharded_parts
-from shard_core.parameters import ReplacementCheck
+from shard_core.preparation.replacement_check import ReplacementCheck
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -169,6 +169,7 @@ class ZeroModule:
         self._writes.check_published()
         if self._layout.spreads:
             self._placed.check_dtypes()
+        self._check_held()
         self._uneven.begin_backward()
         if self._layout.lets_go:
             self.copy_writes()  # of its forward: what it computes again would be without them
@@ -186,6 +187,11 @@ class ZeroModule:
             each.passed = each.reached = False
             each.hide_gradient()
         self._layout.make_ready(self._trained.values())
+
+    def _check_held(self) -> None:
+        """Check that nothing was put into the module that DeepSpeed, going through it, could not do with."""
+        if self._layout.lets_go:
+            self._placed.check_held(alone=True)
 
     def _drop_discarded(self) -> None:
         """Throw away gradients that wait in the module where users have thrown away what parts show for them.
@@ -274,6 +280,7 @@ class ZeroModule:
         if self._layout.lets_go:
             self._call = latest
             self._placed.check()
+            self._placed.check_held(alone=True, new_parts=torch.is_grad_enabled())
             self.copy_writes()
             _versions.gather_persistent(self.engine.optimizer)
 
@@ -335,6 +342,7 @@ class ZeroModule:
         Raises:
             SetupError: If gradients of its parameters have not been averaged.
         """
+        self._check_held()
         stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         waiting = sum(each.waits and id(each.part.values) in stepped for each in self._trained.values())
         if waiting:
