@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shard_core.checkpoint.state.tensor_state import TensorState
 from shard_core.data_parallel.ddp_modules import DDPModules
 from shard_core.preparation.layers import prepare_layers
+from shard_core.preparation.replacement_check import ReplacementCheck
 from shard_core.strategies.config import DDPConfig
 from shard_core.strategies.plugin import DDP
 from shard_core.strategy import Strategy
@@ -47,6 +48,10 @@ class DDPStrategy(TorchEngine, Strategy):
             broadcast_buffers=self.config.broadcast_buffers,
         )
 
+    @functools.cached_property
+    def _placed(self) -> list[ReplacementCheck]:
+        return []
+
     def engine_setup(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: ParameterNames
     ) -> torch.nn.Module:
@@ -54,20 +59,34 @@ class DDPStrategy(TorchEngine, Strategy):
         prepare_layers(module, self.config)
         module.to(self.root_device)
         names.repoint(optimizers, module)
+        self._placed.append(ReplacementCheck(module))
         return self._ddp.wrap(module)
 
     def engine_backward(self, loss: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> None:
         """Run autograd, and average what the wrappers do not send."""
-        self._ddp.backward(loss, module, **kwargs)
+        with self._explained():
+            self._ddp.backward(loss, module, **kwargs)
 
     def engine_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, **kwargs: Any) -> None:
         """Step, and send the buffers that forwards have changed, for evaluations on one rank alone."""
-        super().engine_step(optimizer, closure, **kwargs)
+        with self._explained():
+            super().engine_step(optimizer, closure, **kwargs)
         self._ddp.send_changed(optimizer)
 
     def engine_skip_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Send those buffers where no step is taken, too."""
         self._ddp.send_changed(optimizer)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Look, once torch has failed, whether a parameter is no more what it was at setup, and say that instead."""
+        try:
+            yield
+        except RuntimeError:
+            for placed in self._placed:
+                placed.check_shapes()
+                placed.check_held()
+            raise
 
     def engine_drop_unfinished(self) -> None:
         """Have the wrappers begin anew."""
@@ -85,6 +104,7 @@ class DDPStrategy(TorchEngine, Strategy):
         """Remove the hooks from parameters, and drop what holds the modules: it cannot travel to other ranks."""
         self._ddp.teardown()
         del self._ddp
+        vars(self).pop("_placed", None)
 
     def engine_worth_trying(
         self, module: torch.nn.Module, world_size: int

@@ -264,8 +264,8 @@ def is_away(parameter: Any) -> bool:
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape a sharded parameter has when it is whole."""
-    return tuple(parameter.ds_shape)
+    """Return the shape a parameter has when it is whole, sharded or not."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def add_up(zero: Any) -> None:

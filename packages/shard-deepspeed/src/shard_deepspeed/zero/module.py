@@ -86,7 +86,7 @@ class ZeroModule:
             self._parts[id(parameter)] = part
             held.append(PartitionedParameter(name=name, parameter=parameter, part=part))
         self._writes = ManualWrites(self._layout, held, collectives)
-        self._placed = ReplacementCheck(module)
+        self._placed = ReplacementCheck(module, _versions.full_shape if self._layout.lets_go else None)
         self._call: RunningCall | None = None
         self._stepped = {id(each.part.values) for each in self._trained.values()}
         self._hooks: list[Any] = [
@@ -189,9 +189,9 @@ class ZeroModule:
         self._layout.make_ready(self._trained.values())
 
     def _check_held(self) -> None:
-        """Check that nothing was put into the module that DeepSpeed, going through it, could not do with."""
-        if self._layout.lets_go:
-            self._placed.check_held(alone=True)
+        """Check that parameters are those that DeepSpeed has; at stage 3 it goes through all there are."""
+        self._placed.check_shapes()
+        self._placed.check_held(alone=self._layout.lets_go)
 
     def _drop_discarded(self) -> None:
         """Throw away gradients that wait in the module where users have thrown away what parts show for them.
@@ -325,6 +325,7 @@ class ZeroModule:
     def copy_writes(self) -> None:
         """Copy what was written into the module's parameters into the parts."""
         self._end_abandoned()
+        self._placed.check_shapes()
         self._writes.take()
 
     def begin_step(self) -> None:

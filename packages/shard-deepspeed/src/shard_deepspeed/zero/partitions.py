@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shard_core import SetupError
 from shard_core.backend import FlatPart
 from shard_deepspeed import _versions
 from shard_deepspeed.zero.stepped_values import SteppedValues
@@ -68,9 +67,6 @@ class Partitions(abc.ABC):
             parameter: The module's.
             part: What of it this rank holds.
             strayed: What the method of that name returned.
-
-        Raises:
-            SetupError: If the parameter was given values of another shape.
         """
         del parameter, part, strayed
         return None
@@ -181,11 +177,6 @@ class Runs(Flat):
         """Return the parameter's run of the flat tensor, back in its place, unless it is the part."""
         place, moved = self._places[id(parameter)], self.moved(parameter)
         if moved:
-            if parameter.shape != place.shape:
-                raise SetupError(
-                    f"a parameter of shape {tuple(place.shape)} was given values of shape {tuple(parameter.shape)} "
-                    "after setup; keep the shape."
-                )
             place.copy_(parameter)
             parameter.data = place
         if place.dtype == part.values.dtype or not (moved or strayed):
