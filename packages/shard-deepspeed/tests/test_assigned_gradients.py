@@ -64,7 +64,7 @@ def refused(stage: int) -> list[str]:
 def test_what_was_computed_of_another_gradient_is_refused(worlds: Any, stage: int) -> None:
     for *assigned, computed in worlds(2).run(refused, stage):
         assert [message.partition(",")[0] for message in assigned] == ["a gradient was put into .grad of '0.bias'"] * 3
-        assert "was read or changed in .grad" in computed
+        assert "were read or changed in .grad" in computed
 
 
 def thrown_away(stage: int, to_none: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:

@@ -37,7 +37,11 @@ _FOREACH: dict[Any, Callable[..., torch.Tensor]] = {
 }
 """What changes many tensors at once, and the same for one."""
 
-_OF_MATRICES = (torch.linalg.norm, torch.linalg.matrix_norm)
+_OF_SHAPES = {
+    *(torch.linalg.norm, torch.linalg.matrix_norm),
+    *(torch.Tensor.__getitem__, torch.Tensor.__setitem__),
+}
+"""What torch reads a tensor's shape for before it dispatches: norms of matrices, and indices."""
 
 Norm: TypeAlias = Callable[[torch.Tensor, float], torch.Tensor]
 """Computes the norm over all ranks of a gradient of which each holds a part, given that and which norm."""
@@ -83,13 +87,15 @@ class GradientProxy(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse norms of matrices, which at stage 3, where a proxy has no shape, would be those of vectors.
+        """Refuse what would depend on the shape, which a proxy has not at stage 3.
+
+        Norms of matrices would be those of vectors there, and indices out of bounds.
 
         Raises:
-            SetupError: If one is asked for.
+            SetupError: If such a norm, or an element, is asked for.
         """
         del types
-        if func in _OF_MATRICES:
+        if func in _OF_SHAPES:
             raise _refusal()
         # As that of plain tensors, which makes no proxy of what comes out.
         return torch.Tensor.__torch_function__(func, (torch.Tensor,), args, kwargs)  # type: ignore[no-untyped-call]
@@ -185,7 +191,8 @@ class GradientProxy(torch.Tensor):
 
 def _refusal() -> SetupError:
     return SetupError(
-        "a gradient was read or changed in .grad of a module's parameter, and it stands in .grad of this rank's part, "
-        "in optimizer.param_groups; clip with strategy.clip_gradients_norm, change the parts' gradients, and call "
-        "strategy.backward(loss, model) instead of loss.backward()."
+        "elements of a gradient were read or changed in .grad of a module's parameter, and they stand in parts on all "
+        "ranks, here in optimizer.param_groups; change some of them in a hook, parameter.register_hook(change), which "
+        "has its rank's whole gradient before it is averaged, read them with strategy.module_gradients(model), clip "
+        "with strategy.clip_gradients_norm, and call strategy.backward(loss, model) instead of loss.backward()."
     )

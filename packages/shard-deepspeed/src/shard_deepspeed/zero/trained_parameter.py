@@ -195,7 +195,8 @@ class TrainedParameter:
         elif not self.waits and values is not self.parameter:
             raise SetupError(
                 f"a gradient was put into .grad of {self.name!r}, and the step reads that of this rank's part of it; "
-                "change gradients in optimizer.param_groups, or give backward a loss that has them."
+                "change gradients in optimizer.param_groups or, whole, in a hook, parameter.register_hook(change), or "
+                "give backward a loss that has them."
             )
 
 
