@@ -365,5 +365,5 @@ def inside_objects(output: Any) -> list[torch.Tensor]:
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's dtype may have gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()
+    """Return whether a tensor may have gradients, by its dtype and by where it was made."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()

@@ -24,13 +24,13 @@ def note_left_empty(part: nn.Module) -> None:
 
 
 def check_whole(module: nn.Module) -> None:
-    """Check that every rank has whole parameters, as before a first setup.
+    """Check that every rank has whole parameters, as before a first setup, and can train those it is to train.
 
     Args:
         module: What is to be set up.
 
     Raises:
-        SetupError: Naming the first parameter that is spread over ranks already.
+        SetupError: Naming the first parameter that is spread over ranks already, or an inference tensor.
     """
     named = (
         (name, each, part) for name, part in module.named_modules() for each in part.named_parameters(recurse=False)
@@ -42,6 +42,12 @@ def check_whole(module: nn.Module) -> None:
                 f"parameter {f'{prefix}.{name}'.removeprefix('.')!r} is spread over ranks already, as another setup or "
                 "torch's own functions leave it; set up a module that is made anew, and give it the weights with "
                 "load_checkpoint or load_weights."
+            )
+        if parameter.requires_grad and parameter.is_inference() and not is_recorded(parameter):
+            raise SetupError(
+                f"parameter {f'{prefix}.{name}'.removeprefix('.')!r} was made in torch.inference_mode(), and torch "
+                "computes no gradient with it, ever; make the module outside, under torch.no_grad() perhaps, or call "
+                "requires_grad_(False) where it is evaluated alone."
             )
 
 

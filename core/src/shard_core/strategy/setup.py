@@ -15,6 +15,7 @@ from shard_core._versions import is_compiled
 from shard_core.capability import Capability
 from shard_core.data import ShardedLoader, move
 from shard_core.errors import InvalidOption, MissingCapability, SetupError
+from shard_core.forward_calls import without_inference_mode
 from shard_core.gradients import is_differentiable, on_gradient
 from shard_core.initialization.synchronized_init import SynchronizedInit
 from shard_core.optim.classification import why_not_elementwise
@@ -101,7 +102,8 @@ class StrategySetup(StrategyLifecycle):
             self._require(Capability.MULTIPLE_OPTIMIZERS)
         if not optimizers:
             self._require(Capability.INFERENCE)
-        return self._set_up(module, list(optimizers)), list(optimizers)
+        with without_inference_mode():  # what it makes is to train
+            return self._set_up(module, list(optimizers)), list(optimizers)
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Set up a module alone, for inference or for an optimizer that comes later; every rank calls this.
@@ -113,7 +115,8 @@ class StrategySetup(StrategyLifecycle):
             The module to call.
         """
         self._require(Capability.INFERENCE)
-        return self._set_up(module, [])
+        with without_inference_mode():
+            return self._set_up(module, [])
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Set up an optimizer whose module was set up before; every rank calls this.
@@ -142,9 +145,10 @@ class StrategySetup(StrategyLifecycle):
                 "an optimizer was set up while gradients wait to be divided by denominators, or unscaled, as its own "
                 "would never be; call setup_optimizer() before the first backward of a step."
             )
-        if known.sparse_embeddings is not None:
-            known.sparse_embeddings.make_state_dense(optimizer)
-        self.engine_add_optimizer(known.module, optimizer, known.names)
+        with without_inference_mode():
+            if known.sparse_embeddings is not None:
+                known.sparse_embeddings.make_state_dense(optimizer)
+            self.engine_add_optimizer(known.module, optimizer, known.names)
         later = Accumulation()
         later.by_backward = any(each.by_backward for each in known.optimizers.values())
         known.optimizers[optimizer] = later if known.optimizers else known.unstepped
