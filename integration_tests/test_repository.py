@@ -32,7 +32,7 @@ ROOMS = {
 }
 #: What only one engine has, and so no room of the house is for.
 OWN_ROOMS = {
-    "shard_tp": {"adapters", "consistency", "dropout", "plan"},
+    "shard_tp": {"adapters", "consistency", "dropout", "outputs", "plan"},
     "shard_deepspeed": {"engine_config", "own_device", "zero"},
 }
 TORCHLESS = (

@@ -62,12 +62,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# What has another shape than a parameter that is away torch itself does not let in.
-CASES = [(hand, how) for hand in HANDS for how in OPTIONS if (hand, how) != ("put_masked", "away")]
-
-
-@pytest.mark.parametrize(("hand", "how"), CASES)
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("hand", HANDS)
 def test_what_works_is_named(worlds: Any, hand: str, how: str) -> None:
+    if (hand, how) == ("put_masked", "away"):
+        pytest.skip("torch itself refuses a gradient of another shape than the parameter has just then")
     for message in worlds(2).run(changed, hand, OPTIONS[how]):
         assert "parameter.register_hook(change)" in message, message
         assert (hand == "put_masked") or "strategy.module_gradients(model)" in message, message

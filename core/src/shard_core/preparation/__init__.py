@@ -1,1 +1,1 @@
-"""What is done to a module before an engine shards or wraps it: how its layers run, and which submodules are meant."""
+"""What is done to a module around an engine: how its layers run, which submodules are meant, what it refuses after."""

@@ -7,8 +7,8 @@ from typing import Self
 
 from shard_core.errors import ShardError
 from shard_core.mesh import DataRanks
+from shard_core.preparation.torn_down import refuse_shards
 from shard_core.strategy.checkpointing import StrategyCheckpointing
-from shard_core.strategy.torn_down import refuse_shards
 
 
 class Strategy(StrategyCheckpointing):
