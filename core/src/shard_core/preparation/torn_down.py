@@ -48,7 +48,8 @@ def _refuse_call(strategy: str, module: torch.nn.Module, args: object) -> NoRetu
 
 
 def _check_step(strategy: str, shards: WeakIdKeyDictionary, optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if any(each in shards for group in optimizer.param_groups for each in group["params"]):
+    held = (each for group in optimizer.param_groups for each in group["params"])
+    if any(each.grad is not None and each in shards for each in held):  # or else it steps nothing
         raise SetupError(
             f"this {type(optimizer).__name__} holds parameters of a module whose strategy {strategy!r} was torn down, "
             f"and its step would change what this rank holds of them alone; {_CURE}."
