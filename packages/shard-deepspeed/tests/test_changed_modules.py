@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from words import WORDS, Words, sgd
+from words import WORDS, Words, refused_step, sgd
 
-from shard_core import SetupError, get_strategy
+from shard_core import get_strategy
 from shard_core.testing import set_up
 
 
@@ -43,28 +43,14 @@ def changed(hand: str, when: str, threshold: int) -> tuple[str, str, bool]:
         strategy.optimizer_step(optimizer)
         optimizer.zero_grad()
         before = strategy.module_state_dict(model)
-        at = "forward"
-        try:
-            if when == "forward":
-                ADDED[hand](model)
-            loss = model(WORDS).square().mean()
-            at = "backward"
-            if when == "backward":
-                ADDED[hand](model)
-            strategy.backward(loss, model)
-            at = "step"
-            if when == "step":
-                ADDED[hand](model)
-            strategy.optimizer_step(optimizer)
-        except SetupError as error:
-            drop_added(model)
-            after = strategy.module_state_dict(model)
-            moved = any(not torch.equal(each, before[name]) for name, each in after.items())
-            optimizer.zero_grad()
-            strategy.backward(model(WORDS).square().mean(), model)  # goes on
-            strategy.optimizer_step(optimizer)
-            return at, str(error), moved
-        return "never", "", False
+        at, message = refused_step(strategy, model, optimizer, ADDED[hand], when)
+        drop_added(model)
+        after = strategy.module_state_dict(model)
+        moved = any(not torch.equal(each, before[name]) for name, each in after.items())
+        optimizer.zero_grad()
+        strategy.backward(model(WORDS).square().mean(), model)  # goes on
+        strategy.optimizer_step(optimizer)
+        return at, message, moved
 
 
 @pytest.mark.parametrize("threshold", [0, 1000])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+from shard_core import SetupError
 
 WORDS = torch.tensor([[1, 2, 3]])
 
@@ -28,3 +31,26 @@ class Words(nn.Module):
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer."""
     return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def refused_step(
+    strategy: Any, model: Any, optimizer: torch.optim.Optimizer, change: Callable[[Any], None], when: str
+) -> tuple[str, str]:
+    """Change a module at some time of a step; return when that was refused, and how."""
+    own = strategy.unwrap(model)
+    at = "forward"
+    try:
+        if when == "forward":
+            change(own)
+        loss = model(WORDS).square().mean()
+        at = "backward"
+        if when == "backward":
+            change(own)
+        strategy.backward(loss, model)
+        at = "step"
+        if when == "step":
+            change(own)
+        strategy.optimizer_step(optimizer)
+    except SetupError as error:
+        return at, str(error)
+    return "never", ""

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-#: The function by which torch takes a DTensor's local tensor.
-_TO_LOCAL = "_ToTorchTensorBackward"
+from shard_tp._versions import is_local_view
 
 
 def return_no_views(module: nn.Module) -> None:
@@ -28,9 +27,7 @@ def return_no_views(module: nn.Module) -> None:
 def _pass_on(module: nn.Module, args: Any, output: Any) -> torch.Tensor | None:
     """Return a layer's output as a tensor that is no view; nothing is copied, and none but the layer holds the base."""
     del module, args
-    if torch.compiler.is_compiling() or not isinstance(output, torch.Tensor) or output.grad_fn is None:
-        return None
-    if output._base is None or output.grad_fn.name() != _TO_LOCAL:
+    if torch.compiler.is_compiling() or not isinstance(output, torch.Tensor) or not is_local_view(output):
         return None
     passed: torch.Tensor = _PassedOn.apply(output)  # type: ignore[no-untyped-call]
     return passed
