@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from xla_stories import FSDP, SPMD, Block, Net, Story, sgd
 
-from shard_core import get_strategy
+from shard_core import SetupError, get_strategy
 
 
 def hook_before_setup(strategy: Any) -> None:
@@ -165,3 +165,24 @@ def test_what_would_be_lost_is_refused_on_every_rank(worlds: Any, strategy: Any,
     for answers in worlds(ranks, environment).run(messages, name, list(refused), timeout=240):
         for (act, sentence), message in zip(refused.items(), answers, strict=True):
             assert sentence in message, act.__name__
+
+
+def used_after_teardown() -> tuple[list[str], bool]:
+    """Call a module and step its optimizer after teardown; return what is said, and whether shards stayed."""
+    with get_strategy(FSDP[0], accelerator="xla", auto_wrap_policy={Block}) as strategy:
+        story = Story(strategy, sgd)
+        story.backward(story.loss())
+    before = [each.detach().cpu() for each in story.net.parameters()]
+    said = []
+    for use in (story.loss, story.optimizer.step):
+        with pytest.raises(SetupError) as raised:
+            use()
+        said.append(str(raised.value))
+    return said, all(map(torch.equal, before, (each.detach().cpu() for each in story.net.parameters())))
+
+
+def test_what_stays_sharded_is_neither_called_nor_stepped(worlds: Any) -> None:
+    for (called, stepped), unchanged in worlds(FSDP[1], FSDP[2]).run(used_after_teardown, timeout=240):
+        assert called.startswith("a module was called after strategy 'xla_fsdp'")
+        assert stepped.startswith("this SGD holds parameters of a module whose strategy 'xla_fsdp' was torn down")
+        assert unchanged

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, NoReturn
 
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shard_core.errors import SetupError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
 
@@ -21,21 +21,27 @@ _CURE = (
 )
 
 
-def refuse_shards(strategy: str, module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def refuse_shards(
+    strategy: str,
+    module: torch.nn.Module,
+    spread: Mapping[torch.nn.Module, Iterable[torch.nn.Parameter]],
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> None:
     """Refuse, from now on, forwards and steps that would need the other ranks; nothing where ranks hold all values.
 
     Args:
         strategy: The strategy's name, for the messages.
         module: The user's, which the engine has let go of.
+        spread: Those of its parts that hold shares of parameters, and which.
         optimizers: Those that step its parameters.
     """
+    if not spread:
+        return
     shards = WeakIdKeyDictionary()  # an optimizer may outlive the module, and be given another's parameters
-    for part in module.modules():
-        spread = [each for each in part.parameters() if isinstance(each, DTensor) and each.device_mesh.size() > 1]
-        shards.update(dict.fromkeys(spread))
-        if spread:
-            part.register_forward_pre_hook(functools.partial(_refuse_call, strategy), prepend=True)
-    for optimizer in optimizers if shards else ():
+    shards.update(dict.fromkeys(itertools.chain.from_iterable(spread.values())))
+    for part in dict.fromkeys((module, *spread)):
+        part.register_forward_pre_hook(functools.partial(_refuse_call, strategy), prepend=True)
+    for optimizer in optimizers:
         optimizer.register_step_pre_hook(functools.partial(_check_step, strategy, shards))
 
 

@@ -47,7 +47,8 @@ class Strategy(StrategyCheckpointing):
         if self._placement is not None:
             self.engine_teardown()
         for known in self._registry:
-            refuse_shards(self.info.name, known.module, (*known.optimizers, *known.guests))
+            optimizers = (*known.optimizers, *known.guests)
+            refuse_shards(self.info.name, known.module, known.partial_state.spread(), optimizers)
         self._registry.clear()
         self._mesh = None
         self._data = DataRanks(rank=0, size=1)

@@ -185,6 +185,15 @@ class PartialStateDict:
                 check_load = functools.partial(_check_load, strategy, self._shapes)
                 self._handles.append(part.register_load_state_dict_pre_hook(check_load))
 
+    def spread(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:
+        """List the parts of the module whose parameters have other shapes than at setup, or are spread by torch."""
+        found = {}
+        for part, shapes in self._shapes.items():
+            shares = [each for name, each in part.named_parameters(recurse=False) if _is_share(each, shapes.get(name))]
+            if shares:
+                found[part] = shares
+        return found
+
     def remove(self) -> None:
         """Remove the hooks, and note what cannot be set up again."""
         for handle in self._handles:
@@ -278,6 +287,12 @@ def _first_emptied(part: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) ->
     now = _shapes(part)
     had = (name for name, shape in shapes.items() if math.prod(shape))
     return next((name for name in had if not math.prod(now.get(name, shapes[name]))), None)
+
+
+def _is_share(parameter: torch.nn.Parameter, whole: tuple[int, ...] | None) -> bool:
+    if isinstance(parameter, DTensor):
+        return parameter.device_mesh.size() > 1
+    return whole is not None and tuple(parameter.shape) != whole
 
 
 def _shapes(part: torch.nn.Module) -> dict[str, tuple[int, ...]]:
