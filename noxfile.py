@@ -19,6 +19,7 @@ CONSTRAINTS = ROOT / "constraints"
 ENVIRONMENTS = ROOT / ".nox"
 WHEELS = ROOT / "dist"
 CONFORMANCE = Path("tests", "test_conformance.py")
+PROGRAMS = "integration_tests/test_programs.py"
 ON_EACH_TORCH = ("collectives/test_process_group.py", "precision", "strategies", "strategy")
 MINIMUM_PYTHON = (3, 11)
 TOOLS = (
@@ -138,7 +139,7 @@ def test(session: nox.Session) -> None:
     """Run all the sessions below, a few at a time, go on after a failure, and sum up at the end."""
     # The long ones first, so that none of them is left over at the end; builds share a folder.
     kinds = {kind: [f"{kind}({dist})" for dist in DISTRIBUTIONS] for kind in ("tests", "conformance", "build")}
-    first = ["integration", "tests(shard-core)"]
+    first = ["tests(shard-core)", "integration", "programs"]
     others = [name for name in (*kinds["conformance"], *kinds["tests"]) if name not in first]
     each = [*([name] for name in (*first, *others)), kinds["build"], ["lint", "types", "layers"], ["docs"]]
     run_all(session, each)
@@ -174,7 +175,14 @@ def other_torches(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Run the tests across distributions, by what a user does; options after -- go to pytest."""
-    run(session, "main", "pytest", SLOWEST, "integration_tests", *session.posargs, settings=pythons())
+    places = ("integration_tests", f"--ignore={PROGRAMS}")
+    run(session, "main", "pytest", SLOWEST, *places, *session.posargs, settings=pythons())
+
+
+@nox.session
+def programs(session: nox.Session) -> None:
+    """Judge strategies by random training programs; options after -- go to pytest."""
+    run(session, "main", "pytest", SLOWEST, PROGRAMS, *session.posargs)
 
 
 @nox.session

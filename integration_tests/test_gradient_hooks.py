@@ -197,7 +197,7 @@ def train_plainly(make: Callable[[Any], optim.Optimizer], ranks: int, scalar: bo
     return seen, steps
 
 
-@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("make", [sgd, pytest.param(adamw, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("case", "plainly"), [*((c, False) for c in SHARDING), *((c, True) for c in PLAINLY)])
 def test_hooks_see_and_change_what_they_would_in_plain_pytorch(
     worlds: Any, case: str, plainly: bool, make: Callable[[Any], optim.Optimizer]

@@ -55,7 +55,10 @@ def run(strategy_name: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", hugging_face.NAMES)
-@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [("single", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.long)],
+)
 def test_trains_like_plain_pytorch_from_the_weights_of_a_plain_build(
     worlds: Any, strategy: str, size: int, name: str
 ) -> None:

@@ -7,7 +7,12 @@ import pytest
 from shard_core.testing import models, oracle
 from shard_core.testing.training import train_under
 
-PLACES = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
+PLACES = [
+    ("single", 1),
+    ("ddp", 2),
+    ("fsdp", 2),
+    *(pytest.param(name, 3, marks=pytest.mark.long) for name in ("ddp", "fsdp")),
+]
 BATCH = 12
 RUN: dict[str, Any] = {"accumulate": 4, "clip": 0.1}
 

@@ -12,6 +12,8 @@ from environments import ROOT, SETTINGS, run, succeed
 
 from shard_core import get_strategy
 
+LONG = pytest.mark.long
+
 AFTER_ONE_ANOTHER = """\
 import sys
 
@@ -93,7 +95,7 @@ def test_no_strategy_computes_over_the_ranks_of_one_before(tmp_path: Path) -> No
     assert [float(each) for each in output.split()] == [pytest.approx(expected.item())] * 8
 
 
-@pytest.mark.parametrize("other", ["ddp", "fsdp", "deepspeed_stage_2"])
+@pytest.mark.parametrize("other", ["ddp", *(pytest.param(each, marks=LONG) for each in ("fsdp", "deepspeed_stage_2"))])
 def test_the_process_group_stays_until_the_last_strategy_has_left(tmp_path: Path, other: str) -> None:
     script = tmp_path / "first_leaves_first.py"
     script.write_text(FIRST_LEAVES_FIRST)
@@ -101,6 +103,7 @@ def test_the_process_group_stays_until_the_last_strategy_has_left(tmp_path: Path
     assert output.split() == ["False"] * 2
 
 
+@LONG
 def test_ranks_that_left_meet_again(tmp_path: Path) -> None:
     script = tmp_path / "after_one_another.py"
     script.write_text(AFTER_ONE_ANOTHER)

@@ -86,6 +86,7 @@ def test_bad_input(arguments, sentence):
     assert isinstance(done.exception, SystemExit)
 
 
+@pytest.mark.long
 def test_options_reach_the_strategy_that_the_script_leaves_open(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -140,6 +141,7 @@ def test_ranks_that_are_restarted_meet_again(tmp_path):
     assert (done.returncode, done.stdout) == (0, "[0, 1] over 127.0.0.1\n"), done.stderr
 
 
+@pytest.mark.long
 def test_a_port_of_the_users_choice_is_taken(script):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

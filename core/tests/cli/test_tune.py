@@ -154,6 +154,7 @@ def test_the_fastest_that_trains_alike_is_named_and_all_are_shown(script, paces)
     assert "Fastest: pace='fast', polished=True, in 0." in found["says"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_best_is_printed_as_it_is_pasted(script, paces):
     output = text(tune(script, *among("fast")))
@@ -223,6 +224,7 @@ def test_what_cannot_be_measured_gets_a_sentence(script, make_model, more, says)
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.long
 def test_what_is_found_wrong_on_a_rank_gets_a_sentence_too(script):
     result = tune(script, "--option", "process_group_backend=glo", strategy="ddp", devices=2)
     assert result.exit_code == 2

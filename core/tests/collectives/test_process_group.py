@@ -84,7 +84,12 @@ _RAISE, _COME_LATE = 'raise ValueError("the batch is empty")', "import time; tim
 @pytest.mark.parametrize(
     ("leave", "call", "sentence"),
     [
-        (_RAISE, "strategy.backward(loss, model)", "rank 0 waited in a backward in vain: "),
+        pytest.param(
+            _RAISE,
+            "strategy.backward(loss, model)",
+            "rank 0 waited in a backward in vain: ",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             _RAISE,
             "model(torch.ones(2, 4))",

@@ -175,6 +175,7 @@ print(ElasticLauncher(num_processes=2).launch(rank_functions.total, 1)["tensor"]
     assert (process.returncode, ours(output), errors) == (0, "3.0\n", "")
 
 
+@pytest.mark.long
 def test_unguarded_script_gets_one_sentence(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)

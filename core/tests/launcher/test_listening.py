@@ -77,6 +77,7 @@ def test_a_run_over_several_hosts_keeps_the_users_choice(tmp_path: Path) -> None
     assert not set(_OURS) & set(ast.literal_eval(done.stdout))
 
 
+@pytest.mark.long
 def test_the_secret_is_told_to_nobody_but_the_ranks(tmp_path: Path) -> None:
     secret = "f00d" * 16
     script = tmp_path / "script.py"
@@ -109,6 +110,7 @@ def folders_of_launches(strategy: Any) -> list[int]:
     return [each.stat().st_mode & 0o777 for each in Path(tempfile.gettempdir()).glob("shard-launch-*")]
 
 
+@pytest.mark.long
 def test_what_a_launch_hands_over_nobody_else_can_open() -> None:
     modes = get_strategy("ddp", accelerator="cpu", devices=2).launch(folders_of_launches)
     assert set(modes) == {0o700}

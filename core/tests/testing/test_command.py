@@ -89,6 +89,7 @@ def test_a_log_shows_signs_of_life():
     assert "cases judged, next: trains_like_plain_pytorch" in done.stderr
 
 
+@pytest.mark.long
 def test_kept_promises_are_status_0_and_json_stands_alone():
     done = kit("single", "--world-sizes", "1", "--promise", "averages_gradients", "--json")
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,7 @@ def _by_hand(name, optimizer_name, accumulate, clip, divide):
     return Trajectory(losses=losses, norms=norms, weights=model.state_dict())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("optimizer", models.OPTIMIZERS)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_a_right_run_is_within_the_bounds(worlds, name, optimizer, world_size):

@@ -139,7 +139,7 @@ def loaded(options: dict[str, Any], kind: str, path: Path, onward: Path) -> list
         return [weights, within, whole_weights(strategy, model)]
 
 
-@pytest.mark.parametrize("kind", ["gpt", "mixed"])
+@pytest.mark.parametrize("kind", [pytest.param("gpt", marks=pytest.mark.long), "mixed"])
 def test_averages_move_between_stages_sizes_and_strategies(worlds: Any, tmp_path: Path, kind: str) -> None:
     route: list[tuple[int, dict[str, Any]]] = [
         (2, {"name": "ddp"}),

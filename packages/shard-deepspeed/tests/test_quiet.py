@@ -40,9 +40,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param("0", marks=pytest.mark.long), "1", pytest.param("2", marks=pytest.mark.long), "3"]
-)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in "012"), "3"])
 def test_a_fresh_process_says_and_leaves_nothing(tmp_path: Path, stage: str) -> None:
     home, script = tmp_path / "home", tmp_path / "train.py"
     home.mkdir()

@@ -52,7 +52,7 @@ def split_complex_layers() -> dict[str, torch.Tensor]:
         return strategy.module_state_dict(model)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_complex_layers_are_split_beside_a_whole_real_one(worlds: Any, ranks: int) -> None:
     torch.manual_seed(0)
     plain = complex_alone()

@@ -258,7 +258,7 @@ def train(name: str) -> oracle.Trajectory:
         return oracle.Trajectory(losses=losses, norms=norms, weights=whole_weights(strategy, model))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "neox"])
 def test_hugging_face_models_train_by_their_own_plan(worlds: Any, name: str, size: int) -> None:
     torch.manual_seed(0)

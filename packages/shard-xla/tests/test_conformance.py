@@ -46,6 +46,7 @@ class TestXLASPMDOnOneDevice(Conformance):
     known_failures = _DRAWN
 
 
+@pytest.mark.long  # in every run it is held to plain PyTorch by random programs
 class TestXLASPMDOnFourDevices(Conformance):
     strategy = "xla_spmd"
     device = "xla"

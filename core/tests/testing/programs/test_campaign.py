@@ -17,7 +17,6 @@ from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.program import from_json, segments
 
 ROGUES = ("summed", "never_clips", "ignores_denominator", "resets_learning_rate", "forgets_buffers", "drops_moments")
-_ALWAYS = ("summed",)
 
 
 @pytest.fixture
@@ -87,10 +86,9 @@ def test_nothing_begins_after_the_time():
     assert (report.count, report.next_seed, report.programs_per_second) == (0, 4, 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each in _ALWAYS else pytest.mark.long) for each in ROGUES]
-)
+@pytest.mark.parametrize("name", ROGUES)
 def test_a_mistake_is_found_and_shrunk(name, rogues, worlds):
     report = campaign(name, count=60, others=(), worlds=worlds)
     assert report.defect is not None
