@@ -64,6 +64,10 @@ class Checkpointed(nn.Module):
         return nn.functional.mse_loss(self.third(hidden), targets)
 
 
+#: Units inside of what writes to them, of which torch gathers one ahead in backward.
+INNER = {"auto_wrap_policy": {nn.Linear}}
+
+
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
@@ -101,6 +105,18 @@ def test_they_count(worlds: Any, name: str, options: dict[str, Any], write: Any,
     assert not torch.allclose(expected["second.weight"], once["second.weight"])
     for weights in worlds(2).run(trained, name, options, *how):
         oracle.assert_same_weights(weights, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("fsdp", {}), ("fsdp", {"backward_prefetch": 2}), ("hsdp", {}), ("fsdp_cpu_offload", {})]
+)
+@pytest.mark.parametrize(("reentrant", "frozen"), [(False, False), (True, False), (False, True)])
+def test_those_to_units_that_are_gathered_ahead_count(
+    worlds: Any, name: str, more: dict[str, Any], reentrant: bool, frozen: bool
+) -> None:
+    how = (halve, True, reentrant, frozen)
+    for weights in worlds(2).run(trained, name, {**INNER, **more}, *how):
+        oracle.assert_same_weights(weights, plain(*how), 1e-5)
 
 
 def edited(name: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:

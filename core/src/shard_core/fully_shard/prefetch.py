@@ -43,9 +43,8 @@ def set_prefetching(module: nn.Module, units: Sequence[Unit], *, backward: int |
             earlier: list[FSDPModule] = [*gathering[max(place - backward, 0) : place][::-1]]
             # A list that is empty would mean torch's own order; what a unit has gathered is not gathered again.
             part.set_modules_to_backward_prefetch(earlier or [part])
-    if forward:
-        together = {part: min(unit.modules, key=position.__getitem__) for unit in units for part in unit.modules}
-        _GatheredAhead({module: module, **together}, ahead)
+    together = {part: min(unit.modules, key=position.__getitem__) for unit in units for part in unit.modules}
+    _GatheredAhead({module: module, **together}, ahead)
 
 
 class _GatheredAhead:
@@ -55,6 +54,9 @@ class _GatheredAhead:
     is on its way from then on until its next forward. It is taken from how often torch says that a shard was changed,
     of which every rank counts as many; a write through ``parameter.data`` in place is not counted.
 
+    In backward torch gathers ahead by itself. Activation checkpointing runs again there what it wraps, and what stands
+    around a unit writes once more before the unit is called.
+
     Args:
         together: The modules of all units, each with the one that stands for its unit.
         ahead: Which units such a one gathers before it computes.
@@ -63,6 +65,7 @@ class _GatheredAhead:
     def __init__(self, together: Mapping[nn.Module, nn.Module], ahead: Mapping[nn.Module, Sequence[Any]]) -> None:
         self._together, self._ahead = together, ahead
         self._coming: dict[nn.Module, list[int | None]] = {}
+        self._called: dict[nn.Module, list[int | None]] = {}
         for part in together:
             # Before torch's own, which gathers; no graph may hold it, as none holds torch's.
             part.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True)
@@ -72,16 +75,18 @@ class _GatheredAhead:
 
     def _begin(self, part: nn.Module, args: Any) -> None:
         del args
-        if in_backward():  # where activation checkpointing calls again what has run before
-            return
         unit = self._together[part]
-        before = self._coming.pop(unit, None)
+        again = in_backward()  # where activation checkpointing calls what has run before
+        before = self._called.get(unit) if again else self._coming.pop(unit, None)
+        now = _changes(unit)
         # What is gathered is what forwards write to.
-        if before is not None and not is_gathered(unit) and before != _changes(unit):
+        if before is not None and not is_gathered(unit) and before != now:
             gathered = cast("FSDPModule", unit)
             gathered.unshard()  # it is on its way, and torch would go on with that
             gathered.reshard()
-        self._note_coming(unit)
+        if not again:
+            self._called[unit] = now
+            self._note_coming(unit)
 
     def _pass_on(self, unit: nn.Module, call: Callable[..., Any], *args: Any) -> Any:
         self._note_coming(unit)
