@@ -104,7 +104,7 @@ BEGINNINGS = ("barrier()", "all_reduce(torch.ones(2))", "broadcast(3)", "reduce(
 """Calls that set the environment up themselves, where a program has not."""
 COMPILED = ("before", "in place", "after")
 """Where models are compiled: before setup by ``torch.compile(model)`` or ``model.compile()``, or after it by this."""
-NOT_COMPILED = ("counter",)
+NOT_COMPILED = ("counter", "rewritten")
 """Parts that torch's compiler gets wrong."""
 NOT_COMPLEX = ("adafactor",)
 """Optimizers that step real parameters alone."""

@@ -48,7 +48,7 @@ PLAN = {
 }
 PARTS: dict[str, Callable[[], nn.Module]] = {"linear": Linear, **LAYERS, **PARAMETERS, **HOOKS}
 """The parts by name."""
-WRITING = ("clamped", "reassigned")
+WRITING = ("clamped", "reassigned", "rewritten")
 """Parts whose forwards write to their parameters."""
 FROZEN = ("frozen", "adapter", "lora")
 """Parts with parameters that are not trained."""

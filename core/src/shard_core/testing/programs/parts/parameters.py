@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils import checkpoint
 
 from shard_core.testing.programs.parts.part import VOCABULARY, WIDTH, Linear, Part
 
@@ -197,6 +198,14 @@ class _Reassigned(Linear):
         return super().forward(hidden, tokens)
 
 
+class _Rewritten(_Clamped):
+    """A layer that writes to its weight once more where its activations are computed again in backward."""
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint.checkpoint(super().forward, hidden, tokens, use_reentrant=False)
+        return out
+
+
 class _Transposed(Linear):
     """A layer whose weight is not contiguous, as what is read from another framework's files, or transposed."""
 
@@ -257,6 +266,7 @@ PARAMETERS: dict[str, Callable[[], nn.Module]] = {
     "clamped": _Clamped,
     "wide": _Wide,
     "reassigned": _Reassigned,
+    "rewritten": _Rewritten,
     "transposed": _Transposed,
     "narrow": _Narrow,
     "turned": _Turned,

@@ -323,7 +323,6 @@ class Oracle(PlainRun):
                 loss = loss + slope.square().mean()
             case _:
                 loss = forward(given)
-                self._add_squares(module, operation.how == "squares")
         if operation.how == "retain_graph":
             self._add(loss, retain_graph=True)
             self._add(0.5 * loss)
@@ -333,6 +332,7 @@ class Oracle(PlainRun):
             self._train_top(module, True)
         else:
             self._add(loss)
+        self._add_squares(module, operation.how == "squares")
         self.models[module].train()
         return {"loss": loss.detach()}
 
