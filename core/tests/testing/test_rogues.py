@@ -168,8 +168,8 @@ ROGUES = {
 #: Judged in every run, by the suite of the promise that names the fault, and at least one by each kind of suite; the
 #: others wait for the long run, as does the rest of the kit, since each costs seconds.
 _ALWAYS = (
-    *("imports_torch", "swallows_exceptions", "local_norm", "masks_alike", "returns_local_values"),
-    *("drops_moments", "one_size_only", "takes_strays"),
+    *("imports_torch", "swallows_exceptions", "local_norm", "returns_local_values", "drops_moments"),
+    "takes_strays",
 )
 
 #: Promises that cost seconds: in the short run they judge who breaks them.
