@@ -25,20 +25,11 @@ def split_pairs(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class TestTensorParallel(Conformance):
-    """A mesh of 2x2: layers are split over two ranks, and batches over two groups of them."""
+    """On two ranks the mesh is 1x2, on four 2x2."""
 
     strategy = "tp"
     options = {"tensor_parallel_size": 2, "parallelize_fn": split_pairs}
-    world_sizes = (4,)
-
-
-@pytest.mark.long
-class TestTensorParallelAlone(Conformance):
-    """A mesh of 1x2: every rank sees the same batches."""
-
-    strategy = "tp"
-    options = {"tensor_parallel_size": 2, "parallelize_fn": split_pairs}
-    world_sizes = (2,)
+    world_sizes = (2, 4)
 
 
 @pytest.mark.long
