@@ -237,6 +237,12 @@ def shards_and_unsharded(module: object) -> Iterator[tuple[torch.nn.Parameter, t
     return ((each.sharded_param, getattr(each, "_unsharded_param", None)) for each in parameters)
 
 
+def shards_and_local(module: object) -> Iterator[torch.Tensor]:
+    """Iterate over a unit's shards, and what of each is on this rank, past autograd; nothing of other modules."""
+    shards = (each.sharded_param for group in _unit_groups(module) for each in group.fsdp_params)
+    return (tensor for shard in shards for tensor in (shard, shard._local_tensor))
+
+
 def gathered_for(module: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
     """Return which shard each tensor stands for that a unit has computed with so far; nothing of other modules."""
     return {computing: shard for shard, computing in shards_and_unsharded(module) if computing is not None}

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shard_core._versions import in_backward, is_gathered, shards_and_unsharded, version_of
+from shard_core._versions import in_backward, is_gathered, shards_and_local, version_of
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.entry_methods import PASS_ON
-from shard_core.parameters import local_part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,5 +102,4 @@ def _changes(part: object) -> list[int | None]:
 
     Assigned data has a count of its own on each rank, which may be that of before.
     """
-    shards = [shard for shard, _ in shards_and_unsharded(part)]
-    return [AssignedData.count(), *(version_of(each) for shard in shards for each in (shard, local_part(shard)))]
+    return [AssignedData.count(), *map(version_of, shards_and_local(part))]
