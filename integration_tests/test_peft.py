@@ -27,7 +27,7 @@ WORLDS = {
     "deepspeed_stage_3": (2, [*CASES, TIED]),
     "tp": (2, CASES),  # GPT-2 in transformers has no plan
 }
-OFTEN = ("single", "fsdp", "tp")
+OFTEN = ("single", "fsdp", "deepspeed_stage_3", "tp")
 """Of these, what is asked in every run: one of each engine."""
 
 

@@ -85,7 +85,6 @@ def first(found: list[Step]) -> list[Any]:
     ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("step", first(steps()))
 def test_the_kit_says_what_the_page_quotes(made, tmp_path, step):
     environment, project = made

@@ -83,7 +83,7 @@ values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(value=values)
 def test_values_come_back_as_they_were(value: Any) -> None:
     assert same(deserialize(serialize(value)), value)
@@ -92,7 +92,7 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(value=values, data=st.data())
 def test_damaged_messages_are_refused_or_mean_another_value(value: Any, data: st.DataObject) -> None:
     message = bytearray(serialize(value))

@@ -32,7 +32,6 @@ def _assert_old_or_new(outcome: dict[str, list[str]]) -> None:
         assert set(left[turn:]) == {"new"}, (kind, left)
 
 
-@pytest.mark.long
 def test_a_save_killed_at_some_operations_leaves_the_old_or_the_new_checkpoint(tmp_path):
     outcome = _sweep(tmp_path, 53, ("all", "0", "1"), seconds=280)
     assert sum(map(len, outcome.values())) > 15

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def set_prefetching(module: nn.Module, units: Sequence[Unit], *, backward: int | None, forward: int) -> None:
-    """Set which other units each gathers beside its own work.
+    """Set which other units each gathers beside its own work, and have what was written to since gathered again.
 
     Args:
         module: A module that was sharded.

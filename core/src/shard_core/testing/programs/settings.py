@@ -133,6 +133,7 @@ LEFT_OUT = (
     "a compiled model with a buffer that its forward both changes and computes with: torch 2.13 computes its gradients "
     "with what the buffer was changed to once more",
     "load_state_dict(assign=True), after which torch's optimizers step what no module has",
+    "weights that a layer writes once more where it is computed again, compiled: torch's compiler leaves that out",
     "two backwards through one graph of a compiled model, which torch's compiler refuses",
     "a state dict loaded into what torch.compile returned, where torch prefixes all names",
     "averages of weights, and losses over all ranks' outputs, in 16 bits: how those add up is the engine's",
