@@ -9,6 +9,7 @@ import os
 import sys
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from shard_core.errors import BrokenBackend, IncompatibleBackend
@@ -118,6 +119,18 @@ def check_requirement(offer: Offer) -> None:
 installed; install versions of both that fit, in one pip command.
     """
     found = importlib.metadata.version(_CORE)
+    for wanted in _wanted(offer):
+        if not wanted.contains(found, prereleases=True):
+            raise IncompatibleBackend(
+                f"{offer.owner} wants {_CORE}{wanted}, and {_CORE} {found} is installed; "
+                f"install versions of both that fit, in one pip command."
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _wanted(offer: Offer) -> tuple[SpecifierSet, ...]:
+    """Read which versions of ``shard-core`` a distribution asks for, once: a strategy is looked up often."""
+    wanted = []
     for line in offer.requires:
         try:
             requirement = Requirement(line)
@@ -125,10 +138,6 @@ installed; install versions of both that fit, in one pip command.
             raise BrokenBackend(f"{offer.owner} has a requirement that cannot be read, {line!r}.") from error
         if canonicalize_name(requirement.name) != _CORE:
             continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            raise IncompatibleBackend(
-                f"{offer.owner} wants {_CORE}{requirement.specifier}, and {_CORE} {found} is installed; "
-                f"install versions of both that fit, in one pip command."
-            )
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            wanted.append(requirement.specifier)
+    return tuple(wanted)
