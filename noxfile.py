@@ -53,8 +53,9 @@ modules = {backends}
 EXAMPLE = "docs/examples/train_gpt.py"
 TRAIN_DEVICES = 2
 TRAIN_STEPS = 300
-IMPORT_STRATEGY = (
-    "import sys; from shard_core.plugins import find, load_object; load_object(find(sys.argv[1]).factory, sys.argv[2])"
+IMPORT_STRATEGIES = (
+    "import sys; from shard_core.plugins import find, load_object; "
+    "[load_object(find(name).factory, sys.argv[1]) for name in sys.argv[2:]]"
 )
 
 
@@ -256,8 +257,8 @@ def build(session: nox.Session, dist: str) -> None:
     from_wheels = ("install", "-qq", "--no-index", "--find-links", str(WHEELS))
     session.run(str(commands / "python"), "-m", "pip", *from_wheels, *ours, external=True)
     session.run(str(commands / "shard"), "list", external=True)
-    for strategy in project(dist).get("entry-points", {}).get("shard.strategies", ()):
-        session.run(str(commands / "python"), "-c", IMPORT_STRATEGY, strategy, dist, external=True)
+    strategies = project(dist).get("entry-points", {}).get("shard.strategies", ())
+    session.run(str(commands / "python"), "-c", IMPORT_STRATEGIES, dist, *strategies, external=True)
 
 
 def run_all(session: nox.Session, jobs: Sequence[Sequence[str]], *options: str) -> None:

@@ -7,12 +7,15 @@ import functools
 import importlib.metadata
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from shard_core.errors import BrokenBackend, IncompatibleBackend
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 #: Entry-point groups: a strategy's value is its plugin module, a precision's value is ``"module:callable"``.
 STRATEGIES = "shard.strategies"
