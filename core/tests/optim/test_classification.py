@@ -13,7 +13,8 @@ from torch import nn, optim
 
 from shard_core import Capability, get_strategy
 from shard_core.errors import MissingCapability
-from shard_core.optim.classification import why_not_elementwise
+from shard_core.optim.classification import KNOWN, why_not_elementwise
+from shard_core.optim.trial import Trial
 from shard_core.strategies.ddp import DDPStrategy
 from shard_core.strategies.plugin import DDP
 
@@ -26,11 +27,17 @@ def test_common_optimizers_work_element_by_element(kind: Any, fused_or_not: dict
     assert why_not_elementwise(kind(nn.Linear(2, 2).parameters(), **fused_or_not), CPU) is None
 
 
-@pytest.mark.parametrize(
-    "kind", [optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop]
-)
-def test_so_do_the_less_common(kind: Any) -> None:
-    assert why_not_elementwise(kind(nn.Linear(2, 2).parameters()), CPU) is None
+@pytest.mark.parametrize("kind", KNOWN)
+def test_what_is_known_to_does_in_all_steps_of_the_trial(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    step = Trial.step
+    monkeypatch.setattr(Trial, "step", lambda trial, gradients: steps.append(step(trial, gradients)))
+    parameters = list(nn.Linear(2, 2).parameters())
+    assert why_not_elementwise(kind(parameters, lr=0.0123), CPU) is None
+    few = len(steps)
+    # A class derived from it is not known, and does the same.
+    assert why_not_elementwise(type("Derived", (kind,), {})(parameters, lr=0.0123), CPU) is None
+    assert len(steps) - few == 6 * few > 0
 
 
 class NormScaled(optim.SGD):
