@@ -139,11 +139,10 @@ def quick(session: nox.Session) -> None:
 def test(session: nox.Session) -> None:
     """Run all the sessions below, a few at a time, go on after a failure, and sum up at the end."""
     # The long ones first, so that none of them is left over at the end; builds share a folder.
-    kinds = {kind: [f"{kind}({dist})" for dist in DISTRIBUTIONS] for kind in ("tests", "conformance", "build")}
-    first = ["tests(shard-core)", "integration", "programs"]
-    others = [name for name in (*kinds["conformance"], *kinds["tests"]) if name not in first]
-    each = [*([name] for name in (*first, *others)), kinds["build"], ["lint", "types", "layers"], ["docs"]]
-    run_all(session, each)
+    kinds = {kind: [f"{kind}({dist})" for dist in DISTRIBUTIONS] for kind in ("tests_and_conformance", "build")}
+    core, *backends = kinds["tests_and_conformance"]
+    each = [[core], ["integration"], ["programs"], *([name] for name in reversed(backends))]
+    run_all(session, [*each, kinds["build"], ["lint", "types", "layers"], ["docs"]])
 
 
 @nox.session
@@ -163,6 +162,14 @@ def conformance(session: nox.Session, dist: str) -> None:
     if not suite.exists():
         session.skip(f"{dist} has no {CONFORMANCE}")
     run(session, environment_of(dist), "pytest", SLOWEST, str(suite), *session.posargs)
+
+
+@nox.session
+@each_distribution
+def tests_and_conformance(session: nox.Session, dist: str) -> None:
+    """Run both in one process, whose ranks import an engine once; options after -- go to pytest."""
+    folder = DISTRIBUTIONS[dist]
+    run(session, environment_of(dist), "pytest", SLOWEST, f"{folder / 'src'}", f"{folder / 'tests'}", *session.posargs)
 
 
 @nox.session

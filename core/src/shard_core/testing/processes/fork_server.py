@@ -98,14 +98,14 @@ _SERVERS: dict[tuple[int, frozenset[tuple[str, str]]], ForkServer] = {}
 def fork_server(rank: int, environment: Mapping[str, str]) -> ForkServer:
     """Return the server that forks a rank of every world with some environment variables.
 
-    Each rank has its own, so that ranks differ as processes started on their own do: in the order of a
+    Neighbours have one each, so that ranks differ as processes started on their own do: in the order of a
     set of strings, say.
 
     Args:
         rank: The rank's number.
         environment: Variables it is started with, beside this process's.
     """
-    key = rank, frozenset(environment.items())
+    key = rank % 2, frozenset(environment.items())
     if key not in _SERVERS or not _SERVERS[key].lives:
         _SERVERS[key] = ForkServer(environment)
         atexit.register(_SERVERS[key].close)
