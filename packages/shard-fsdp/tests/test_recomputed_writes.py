@@ -141,13 +141,16 @@ def test_what_was_changed_by_hand_after_the_forward_stays(worlds: Any, name: str
 
 
 class Block(nn.Module):
-    """A unit that is frozen, and writes to what it computes with."""
+    """A unit that is frozen, and writes to what it computes with; some run what computes again themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: bool) -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 6).requires_grad_(False)
+        self.layer, self.inside = nn.Linear(6, 6).requires_grad_(False), inside
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, inputs, use_reentrant=False) if self.inside else self.run(inputs)
+
+    def run(self, inputs: torch.Tensor) -> torch.Tensor:
         halve(self.layer.weight)
         return inputs + torch.tanh(self.layer(inputs))
 
@@ -155,20 +158,25 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """Frozen units that are run again in backward, which ends before they do, and a layer below them."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: bool) -> None:
         super().__init__()
-        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList(Block() for _ in range(2))
+        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList(Block(inside) for _ in range(2))
+        self.scale, self.inside = nn.Parameter(torch.ones(6), requires_grad=False), inside
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.first(inputs)
         for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False)
-        return hidden.square().mean()
+            hidden = block(hidden) if self.inside else checkpoint(block, hidden, use_reentrant=False)
+        return checkpoint(self.scaled, hidden, use_reentrant=False).square().mean()
+
+    def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        halve(self.scale)
+        return torch.sin(hidden * self.scale)
 
 
-def frozen_units(name: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def frozen_units(name: str, options: dict[str, Any], inside: bool) -> dict[str, torch.Tensor]:
     with get_strategy(name, **options) as strategy:
-        model, optimizer = set_up(strategy, Blocks, sgd)
+        model, optimizer = set_up(strategy, lambda: Blocks(inside), sgd)
         for inputs, _ in models.batches("plain", _STEPS, _BATCH):
             strategy.backward(model(models.share_of(strategy, (inputs, inputs))[0]), model)
             strategy.optimizer_step(optimizer)
@@ -176,14 +184,15 @@ def frozen_units(name: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
         return whole_weights(strategy, model)
 
 
-@pytest.mark.parametrize(("name", "options"), [LAYOUTS[1], LAYOUTS[3]])
-def test_those_of_units_without_a_gradient_count(worlds: Any, name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("name", "options"), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]])
+def test_those_of_units_without_a_gradient_count(worlds: Any, name: str, options: dict[str, Any], inside: bool) -> None:
     torch.manual_seed(0)
-    model = Blocks()
+    model = Blocks(inside)
     optimizer = sgd(model)
     for inputs, _ in models.batches("plain", _STEPS, _BATCH):
         model(inputs).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for weights in worlds(2).run(frozen_units, name, options):
+    for weights in worlds(2).run(frozen_units, name, options, inside):
         oracle.assert_same_weights(weights, model.state_dict(), 1e-5)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_core._versions import gathered_for, is_gathered, set_local_tensor, version_of
+from shard_core._versions import gathered_for, is_gathered, set_local_tensor, tree_leaves, version_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +26,8 @@ class ForwardWrites:
     what was written to there is taken to be written to in every forward of that part.
 
     Activation checkpointing runs again in backward what it wraps, and writes once more. That is taken where a part ends
-    again, and when a gradient of the unit has come, before the unit frees what was written to.
+    again, and when a gradient of the unit, or of what a part was called with, has come, before the unit frees what was
+    written to.
 
     Args:
         module: One that was sharded.
@@ -48,7 +49,7 @@ class ForwardWrites:
             part.register_forward_pre_hook(begin)
             # Before torch's own, which frees what was written to; activation checkpointing may end by an exception what
             # it runs again, once it has what it needs.
-            part.register_forward_hook(end, prepend=True, always_call=True)
+            part.register_forward_hook(end, prepend=True, always_call=True, with_kwargs=True)
 
     def take(self) -> None:
         """Take what was written to what is gathered just now, between a forward and its backward, say.
@@ -86,9 +87,10 @@ class ForwardWrites:
         del args
         self.begin(self._units[part], part)
 
-    def _end(self, part: nn.Module, args: Any, output: Any) -> None:
-        del args, output
+    def _end(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        del output
         self.end(self._units[part], part)
+        self._follow_inputs(self._units[part], (args, kwargs))
 
     @torch.no_grad()
     def _take(self, unit: nn.Module, part: nn.Module | None = None) -> None:
@@ -124,6 +126,16 @@ class ForwardWrites:
             if each.requires_grad:  # no graph may hold these hooks either
                 each.register_post_accumulate_grad_hook(_Again(self, unit, written))
 
+    def _follow_inputs(self, unit: nn.Module, inputs: Any) -> None:
+        """Take what is written in backward from a unit without gradients, too: it is over once it has its inputs'."""
+        if not self._followed or not torch.is_grad_enabled():
+            return
+        written = [each for each in gathered_for(unit) if each in self._followed]
+        for tensor in tree_leaves(inputs) if written else ():
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                for each in written:
+                    tensor.register_hook(_Again(self, unit, each))
+
     @torch.no_grad()
     def take_again(self, unit: nn.Module, tensor: torch.Tensor) -> None:
         """Take what was written while a forward ran again in backward.
@@ -132,6 +144,8 @@ class ForwardWrites:
             unit: Its first module, or the whole module for the root's.
             tensor: A gathered parameter.
         """
+        if not is_gathered(unit):  # nothing has run again since it was
+            return
         seen, parameter = self._seen[tensor], gathered_for(unit)[tensor]
         mine, shard = self._both(seen, parameter)
         if not seen.written() and (seen.left is None or _same(mine, seen.left)):
