@@ -22,6 +22,20 @@ def test_the_schedule_is_that_of_torch() -> None:
         assert ours.begin_backward() == theirs.get_scale()
 
 
+def test_it_grows_no_further_than_float32_can_hold_as_torchs() -> None:
+    ours = GradientScaler(factor=2.0**126, growth_interval=1)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for _ in range(3):
+        theirs.scale(parameter.sum() * 1e-30).backward()  # type: ignore[no-untyped-call]
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        ours.record(finite=True)
+        assert ours.begin_backward() == theirs.get_scale() < torch.inf
+
+
 def test_two_optimizers_stepped_in_a_row_share_one_factor() -> None:
     scaler = GradientScaler(factor=8.0)
     scaler.record(finite=False)

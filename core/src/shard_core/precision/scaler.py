@@ -7,6 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, in which losses are multiplied by the factor."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class GradientScaler:
@@ -47,7 +50,8 @@ class GradientScaler:
             if all(self._outcomes):
                 self._clean_steps += 1
                 if self._clean_steps >= self.growth_interval:
-                    self.factor *= self.growth_factor
+                    grown = self.factor * self.growth_factor
+                    self.factor = grown if grown <= _LARGEST else self.factor
                     self._clean_steps = 0
             else:
                 self.factor *= self.backoff_factor
