@@ -225,6 +225,7 @@ class _Rank:
         self.data_rank = (0, 1)
         self._strategies: list[Strategy] = []
         self._asked: tuple[Any, ...] | None = None
+        self._parameters: list[torch.nn.Parameter] = []
         self._built: set[weakref.ref[Any]] = set()
         self._before: dict[str, Any] = {}
         self._returned: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -236,8 +237,11 @@ class _Rank:
         return strategy
 
     def state(self, *asked: Any) -> dict[str, Any]:
-        self._asked = asked
         strategy, modules, optimizers = asked
+        if self._asked is None or any(one is not other for one, other in zip(modules, self._asked[1], strict=True)):
+            # Once: asked for its parameters a module may end what was interrupted, and have all gathered anew.
+            self._parameters = [parameter for module in modules for parameter in module.parameters()]
+        self._asked = asked
         data = strategy.distributed_sampler_kwargs
         self.data_rank = (data["rank"], data["num_replicas"])
         freed = [each for each in modules if _may_be_freed(each)]
@@ -269,11 +273,11 @@ class _Rank:
 
     def _own(self) -> dict[str, Any]:
         """Return what an operation that is refused leaves alone, beside what ``state`` shows, as this rank has it."""
-        _, modules, optimizers = self._asked or (None, (), ())
+        *_, optimizers = self._asked or ((),)
         stepped = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         on_cpu = all(each.device.type == "cpu" for each in stepped)  # looking at others has them compute
         return {
-            "trained": [parameter.requires_grad for module in modules for parameter in module.parameters()],
+            "trained": [parameter.requires_grad for parameter in self._parameters],
             "gradients": [_local(each.grad) for each in stepped] if on_cpu else [],
             "generator": torch.get_rng_state(),
         }
@@ -285,6 +289,7 @@ class _Rank:
     def kept(self) -> tuple[str, ...]:
         """Return the types of what is still held, though the script has ended and let go of all but its strategies."""
         self._asked = None
+        self._parameters.clear()
         self._returned.clear()
         end = time.monotonic() + _RELEASED_WITHIN
         while any(each() is not None for each in self._built) and time.monotonic() < end:

@@ -1,0 +1,37 @@
+"""What is shown of a program, and that looking on changes nothing of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shard_core.testing.programs.observation import _Rank
+
+
+@pytest.fixture
+def rank():
+    rank = _Rank(-1)
+    yield rank
+    rank.teardown()
+
+
+def test_a_module_is_asked_for_its_parameters_once(rank):
+    strategy = rank.get_strategy("single", accelerator="cpu")
+    module = strategy.setup_module(torch.nn.Linear(2, 2))
+    rank.show(-1, **rank.state(strategy, [module], []))
+    asked = []
+    ask, module.parameters = module.parameters, lambda: asked.append(True) or ask()
+    rank.show(0)
+    module.weight.requires_grad_(False)
+    rank.show(1)
+    assert rank._before["trained"] == [False, True]
+    assert not asked
+    del module.parameters
+
+
+def test_what_is_set_up_anew_is_looked_at_instead(rank):
+    strategy = rank.get_strategy("single", accelerator="cpu")
+    for number, frozen in enumerate((False, True), -1):
+        module = strategy.setup_module(torch.nn.Linear(2, 2).requires_grad_(not frozen))
+        rank.show(number, **rank.state(strategy, [module], []))
+        assert rank._before["trained"] == [not frozen] * 2
