@@ -38,7 +38,7 @@ _TAKES_NOTHING = 0.15
 """How often an object takes nothing of a checkpoint that is loaded."""
 _PREMATURE = 0.5
 """How often what has to wait for a backward is tried before it."""
-_ALONE = 0.1
+_ALONE = 0.25
 """How often a block that is not always called is by the first data rank alone."""
 _OVERFLOWS = 0.05
 """How many steps are thrown away, since their gradients have no finite norm."""
