@@ -11,7 +11,7 @@ from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.parts import PARTS
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program, segments, share_of
-from shard_core.testing.programs.settings import COMPILED, KINDS, PRECISIONS, TAKES, offered
+from shard_core.testing.programs.settings import COMPILED, GIVEN, KINDS, PRECISIONS, TAKES, offered
 from shard_core.testing.programs.vocabulary import KINDS as OPERATIONS
 from shard_core.testing.programs.vocabulary import WAYS
 
@@ -64,6 +64,26 @@ def test_an_option_that_nobody_wrote_here_is_illegal():
 
 
 SCALED = dataclasses.replace(PLAIN, precision="16-mixed")
+
+
+@pytest.mark.parametrize("option", [each for each in GIVEN.values() if "[model." in each])
+def test_a_strategy_is_given_parts_of_a_model_that_needs_nothing_of_it(option):
+    given = dataclasses.replace(PLAIN, options=(option,), apart=True)
+    assert legal(given)
+    assert not legal(dataclasses.replace(given, apart=False))  # whose weights its generator draws
+    assert not legal(dataclasses.replace(given, wrapped=True))
+    assert not legal(dataclasses.replace(given, models=(*given.models, *given.models)))
+    again = ops.Switch(strategy="ddp")
+    assert legal(dataclasses.replace(given, operations=(again,)))
+    assert not legal(dataclasses.replace(given, operations=(dataclasses.replace(again, same=True),)))
+
+
+def test_what_may_be_given_is_drawn_where_a_strategy_takes_it():
+    fsdp = {option for seed in range(200) for option in draw(seed, "fsdp").options}
+    assert set(GIVEN.values()) <= fsdp
+    hsdp = {option for seed in range(200) for option in draw(seed, "hsdp").options}
+    assert {GIVEN["ignored_modules"]} == hsdp & {GIVEN["ignored_modules"], GIVEN["device_mesh"]}
+    assert all(program.apart for seed in range(200) if "[model." in str((program := draw(seed, "fsdp")).options))
 
 
 def test_what_a_gradient_scaler_forbids_is_illegal():

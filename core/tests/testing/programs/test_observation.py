@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
+from shard_core.testing.programs import observation
 from shard_core.testing.programs.observation import _Rank
 
 
@@ -35,3 +38,15 @@ def test_what_is_set_up_anew_is_looked_at_instead(rank):
         module = strategy.setup_module(torch.nn.Linear(2, 2).requires_grad_(not frozen))
         rank.show(number, **rank.state(strategy, [module], []))
         assert rank._before["trained"] == [not frozen] * 2
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_strategy_may_hold_what_its_user_gave_it(monkeypatch, given):
+    monkeypatch.setattr(observation, "_RELEASED_WITHIN", 0.0)
+    rank, module = _Rank(-1), torch.nn.Linear(2, 2)
+    monkeypatch.setattr(observation, "get_strategy", lambda _, **options: options)
+    rank.get_strategy("fsdp", ignored_modules=[module] if given else (module,))
+    rank._built.add(weakref.ref(module))
+    monkeypatch.undo()
+    del module
+    assert rank.kept() == (() if given else ("Linear",))

@@ -12,10 +12,11 @@ import sys
 import pytest
 
 from shard_core import plugins
+from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import draw
 from shard_core.testing.programs.kept import kept_programs
-from shard_core.testing.programs.program import ModelSpec, segments
-from shard_core.testing.programs.settings import COMPILED
+from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, segments
+from shard_core.testing.programs.settings import COMPILED, GIVEN
 from shard_core.testing.programs.writing.script import script_of
 
 
@@ -40,6 +41,21 @@ def test_each_number_of_ranks_has_a_function_of_its_own():
         assert shown(text) == list(range(-1, len(program.operations)))
         entries = [each.name for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
         assert entries == ["build", *(each.entry for each in segments(program))]
+
+
+def test_a_model_whose_parts_a_strategy_is_given_is_made_before_it():
+    plain = draw(0, "fsdp")
+    again = ops.Switch(strategy="fsdp", world_size=3)
+    given = dataclasses.replace(plain, options=(GIVEN["ignored_modules"],), apart=True, operations=(again,))
+    model = dataclasses.replace(given, models=given.models[:1], optimizers=(OptimizerSpec(),), averaged=False)
+    text = script_of(model)
+    for function in ast.parse(text).body:
+        if isinstance(function, ast.FunctionDef) and function.name != "build":
+            lines = ast.unparse(function)
+            made = [lines.index(each) for each in ("model = Model(", "get_strategy(", "build(strategy, model)")]
+            assert made == sorted(made)
+    assert text.count("Model(") == 2
+    assert text.index("import os\n") < text.index("import torch\n")
 
 
 @pytest.mark.long

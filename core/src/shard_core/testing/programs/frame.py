@@ -16,11 +16,13 @@ from shard_core.testing.programs.parts import COMPLEX, PARTS, SKIPPING, WRITING
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, Program
 from shard_core.testing.programs.settings import (
     ALL_AT_ONCE,
+    APART,
     BEGINNINGS,
     CAST,
     COMPILED,
     EXACT,
     FUSED,
+    GIVEN,
     KINDS,
     MADE_WHOLE,
     NOT_COMPILED,
@@ -33,6 +35,7 @@ from shard_core.testing.programs.settings import (
     TAKES,
     WHOLE,
     agreeing,
+    is_made_before,
     offered,
 )
 
@@ -50,7 +53,8 @@ _BEGINS = 0.1
 """How often a collective sets the environment up."""
 _ADDED, _OFTEN = {"added": "transposed", "narrowed": "narrow", "assigned": "reassigned"}, 0.08
 """What is added to parts, and how often: by chances of its own, so that seeds go on drawing what they have drawn."""
-_WRITTEN = {*SQUARE.values(), *(f"{name}={value}" for name, values in OPTIONS.items() for value in values)}
+_WRITTEN = {*SQUARE.values(), *GIVEN.values()}
+_WRITTEN |= {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
 
 
 def possible(program: Program) -> bool:
@@ -62,6 +66,7 @@ def possible(program: Program) -> bool:
         or program.begins not in ("", *BEGINNINGS)
         or not program.models
         or any(spec.module >= len(program.models) for spec in program.optimizers)
+        or (is_made_before(program) and not _may_be_made_before(program))
     ):
         return False
     copied = program.averaged or program.precision == "bf16-true"
@@ -80,6 +85,11 @@ def possible(program: Program) -> bool:
 def _has_part(models: Sequence[ModelSpec], part: str) -> bool:
     """Check whether one of some models has a part."""
     return any(part in model.parts for model in models)
+
+
+def _may_be_made_before(program: Program) -> bool:
+    """Check that a program has one model, and that this needs nothing of its strategy: neither weights nor units."""
+    return program.apart and not program.wrapped and len(program.models) == 1
 
 
 def _writes(models: Sequence[ModelSpec]) -> bool:
@@ -235,7 +245,21 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):
         drawn = _taking(drawn, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
-    return _with_complex(dataclasses.replace(drawn, optimizers=lacking))
+    return _given(_with_complex(dataclasses.replace(drawn, optimizers=lacking)), card)
+
+
+def _given(program: Program, card: StrategyInfo) -> Program:
+    """Return a program whose strategy may be given objects: by chances of its own, for options that are not drawn."""
+    chance = random.Random(f"{program.seed} given")
+    offers = {option.partition("=")[0] for option in offered(card.name)} - card.presets.keys()
+    for name, option in GIVEN.items():
+        lot, named = chance.random(), [each.partition("=")[0] for each in program.options]
+        has = name in offers and "cpu" in card.devices
+        if has and lot < _OFTEN and name not in named and APART.get(name) not in named:
+            apart = program.apart or "[model." in option
+            given = dataclasses.replace(program, options=(*program.options, option), apart=apart)
+            program = given if possible(given) else program
+    return program
 
 
 def _with_complex(program: Program) -> Program:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import linecache
 import os
 import re
@@ -226,6 +227,7 @@ class _Rank:
         self._strategies: list[Strategy] = []
         self._asked: tuple[Any, ...] | None = None
         self._parameters: list[torch.nn.Parameter] = []
+        self._gives_parts = False
         self._built: set[weakref.ref[Any]] = set()
         self._before: dict[str, Any] = {}
         self._returned: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -234,6 +236,8 @@ class _Rank:
     def get_strategy(self, name: str, **options: Any) -> Strategy:
         strategy = get_strategy(name, **options)
         self._strategies.append(strategy)
+        lists = (each for each in options.values() if isinstance(each, list))
+        self._gives_parts |= any(isinstance(each, torch.nn.Module) for each in itertools.chain.from_iterable(lists))
         return strategy
 
     def state(self, *asked: Any) -> dict[str, Any]:
@@ -289,6 +293,8 @@ class _Rank:
     def kept(self) -> tuple[str, ...]:
         """Return the types of what is still held, though the script has ended and let go of all but its strategies."""
         self._asked = None
+        if self._gives_parts:  # which are a strategy's to hold as long as its user holds it
+            self._strategies.clear()
         self._parameters.clear()
         self._returned.clear()
         end = time.monotonic() + _RELEASED_WITHIN

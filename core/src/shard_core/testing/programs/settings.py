@@ -58,6 +58,12 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "check_batches": ("False",),
 }
+GIVEN = {
+    "device_mesh": "device_mesh=torch.distributed.init_device_mesh('cpu', (int(os.environ['WORLD_SIZE']),))",
+    "ignored_modules": "ignored_modules=[model.head]",
+    "ignored_states": "ignored_states=[model.head.bias]",
+}
+"""Options that are given objects in place of sizes and names: torch's mesh, and parts of a model made before."""
 _NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": ("stage", 3)}
 """Options that act under some names of an engine alone, and are refused under its others."""
 APART = {
@@ -175,6 +181,8 @@ LEFT_OUT = (
     "dropout between layers that ranks split, where each draws a mask for its own part",
     "tensor-parallel strategies before or after a switch, which change the number of data ranks",
     "what a strategy's card does not promise: that it is refused by name is a promise of the kit",
+    "the same strategy's object set up again where it was given parts of a model, or with several models: they have "
+    "none of these parts",
     "the options that are listed below by strategy: they do not change how it computes, or change what",
     "no_backward_sync inside no_backward_sync, and gradients zeroed inside it",
     "closures that compute more than a loss and its gradients, and schedulers other than StepLR",
@@ -256,9 +264,14 @@ def splits_layers(card: StrategyInfo) -> bool:
     return any(option.name == "tensor_parallel_size" for option in card.options)
 
 
+def is_made_before(program: Program) -> bool:
+    """Return whether a program's model is made before its strategy, which is given parts of it."""
+    return any("[model." in option for option in program.options)
+
+
 def options_for(strategy: str, options: Sequence[str]) -> list[str]:
     """Pick from a program's options those that a strategy has: it may go on under one that has others."""
     known = offered(strategy)
     names = {option.partition("=")[0] for option in known}
-    known += [option for name, option in SQUARE.items() if name in names]
+    known += [option for each in (SQUARE, GIVEN) for name, option in each.items() if name in names]
     return [option for option in options if option in known]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.parts import COMPLEX, FROZEN, SLOPE_ONCE, WRITING
-from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, REAL_ALONE, runs_alone
+from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, REAL_ALONE, is_made_before, runs_alone
 from shard_core.testing.programs.vocabulary import PREMATURE
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ class Situation:
                 allowed = self._program.averaged
             case ops.Switch(strategy=strategy, world_size=size, same=same, resumed=resumed):
                 allowed = size != self.world_size and not (same and (size or strategy != self.strategy))
+                allowed = allowed and not (same and is_made_before(self._program))  # it was given parts of another
                 allowed = allowed and not (resumed and not self._files.have(ops.Load(), number, self._added))
             case _:
                 allowed = self._files.have(operation, number, self._added)

@@ -9,14 +9,14 @@ import torch
 from shard_core import plugins
 from shard_core.testing.programs.parts import SKIPPING
 from shard_core.testing.programs.plain.precisions import input_dtype
-from shard_core.testing.programs.program import MODULES, OPTIMIZERS
-from shard_core.testing.programs.settings import options_for
+from shard_core.testing.programs.program import MODULES, OPTIMIZERS, everything
+from shard_core.testing.programs.settings import is_made_before, options_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shard_core.testing.programs import operations as ops
-    from shard_core.testing.programs.program import Program
+    from shard_core.testing.programs.program import ModelSpec, Program
 
 
 def batch_of(program: Program, key: int | str, rows: tuple[int, ...]) -> str:
@@ -25,6 +25,24 @@ def batch_of(program: Program, key: int | str, rows: tuple[int, ...]) -> str:
     dtype = input_dtype(program.precision)
     more = "" if dtype == torch.float32 else f", {dtype}"
     return f"strategy.batch_to_device(batch({key}, rank, {count}{more}))"
+
+
+def model_of(spec: ModelSpec) -> str:
+    """Write the call that makes a model."""
+    return f"Model({', '.join([*map(repr, spec.parts), f'output={spec.output!r}'])})"
+
+
+def made_before(program: Program) -> list[str]:
+    """Write what makes a model before the strategy that is given parts of it: other weights on each rank."""
+    if not is_made_before(program):
+        return []
+    seeded = "torch.manual_seed(int(os.environ['RANK']))"
+    return ["with torch.random.fork_rng():", f"    {seeded}", f"    {MODULES[0]} = {model_of(program.models[0])}"]
+
+
+def built(program: Program) -> str:
+    """Write the call that builds all that a program trains with, of a model that may be there."""
+    return f"{', '.join(everything(program))} = build(strategy{f', {MODULES[0]}' * is_made_before(program)})"
 
 
 def strategy_of(program: Program, name: str) -> str:

@@ -15,7 +15,8 @@ from shard_core.testing.programs.program import (
     segments,
     share_of,
 )
-from shard_core.testing.programs.writing.expressions import shown_state, strategy_of
+from shard_core.testing.programs.settings import is_made_before
+from shard_core.testing.programs.writing.expressions import built, made_before, model_of, shown_state, strategy_of
 from shard_core.testing.programs.writing.statements import statements
 
 if TYPE_CHECKING:
@@ -90,22 +91,25 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
     named = [name for name in _MODULES if any(name in option for option in program.options)]
     more = "".join(f"import {name}\n" for name in named)
     more += "from torch.distributed.fsdp.wrap import wrap\n" * program.wrapped
+    before = "import os\n" * ("os.environ" in body) + "import sys\n" * several
+    before += "\n" * bool(before)
     own = ", ".join(name for name in _OWN if re.search(rf"\b{name}\b", body))
-    head = _HEAD.format(reason=reason, before="import sys\n\n" * several, imports=imports, more=more, own=own)
+    head = _HEAD.format(reason=reason, before=before, imports=imports, more=more, own=own)
     tail = _TAIL.format(commands=", then ".join(commands), call="globals()[sys.argv[1]]" if several else "main")
     return head + body + tail
 
 
 def _build(program: Program) -> Iterator[str]:
-    yield "def build(strategy):"
+    made = is_made_before(program)
+    yield f"def build(strategy{f', {MODULES[0]}' * made}):"
     yield f"    strategy.seed_everything({program.seed})"
-    yield from _models(program)
+    yield from () if made else _models(program)
     compiling = [f"    {_COMPILED[program.compiled].format(name=name)}" for name in _names(program) if program.compiled]
     if program.compiled != "after":
         yield from compiling
-    made = [f"    {name} = {_optimizer(program, spec)}" for name, spec in _optimizers(program)]
+    optimizers = [f"    {name} = {_optimizer(program, spec)}" for name, spec in _optimizers(program)]
     if not program.late:
-        yield from made
+        yield from optimizers
     for number, name in enumerate(_names(program)):
         own = [each for each, spec in _optimizers(program) if spec.module == number]
         if program.late or not own:
@@ -114,7 +118,7 @@ def _build(program: Program) -> Iterator[str]:
             names = ", ".join(own) + "," * (len(own) == 1)
             yield f"    {name}, ({names}) = strategy.setup_module_and_optimizers({name}, [{', '.join(own)}])"
     if program.late:
-        yield from made
+        yield from optimizers
         for name, _ in _optimizers(program):
             yield f"    {name} = strategy.setup_optimizer({name})"
     if program.compiled == "after":
@@ -136,18 +140,18 @@ def _models(program: Program) -> Iterator[str]:
     if program.apart:
         yield "        torch.manual_seed(strategy.global_rank)"
     for name, model in zip(MODULES, program.models, strict=False):
-        arguments = [*map(repr, model.parts), f"output={model.output!r}"]
-        yield f"        {name} = Model({', '.join(arguments)})"
+        yield f"        {name} = {model_of(model)}"
         if program.wrapped:
             yield f"        {name}.parts.update({{part: wrap(each) for part, each in {name}.parts.items()}})"
 
 
 def _main(program: Program) -> Iterator[str]:
     yield "def main(show=print_shown, folder='checkpoints'):"
+    yield from (f"    {line}" for line in made_before(program))
     yield f"    strategy = {strategy_of(program, program.strategy)}"
     yield f"    strategy.{program.begins or 'setup_environment()'}"
     yield "    rank = strategy.distributed_sampler_kwargs['rank']"
-    yield f"    {', '.join(everything(program))} = build(strategy)"
+    yield f"    {built(program)}"
     yield f"    show(-1, **{shown_state(program)})"
     saved = ""
     begins = {each.begin: each.entry for each in segments(program)}

@@ -13,6 +13,8 @@ from shard_core.testing.programs.writing.edits import edited_gradients, edited_w
 from shard_core.testing.programs.writing.expressions import (
     added_group,
     batch_of,
+    built,
+    made_before,
     owned,
     shown_state,
     states_of,
@@ -296,10 +298,10 @@ def _(operation: ops.Switch, program: Program, number: int, saved: str) -> Lines
     return [
         *([] if operation.resumed else [f"strategy.save_checkpoint({path}, {states}{more})"]),
         "strategy.teardown()",
-        *([] if operation.same else [f"strategy = {strategy_of(program, operation.strategy)}"]),
+        *([] if operation.same else [*made_before(program), f"strategy = {strategy_of(program, operation.strategy)}"]),
         "strategy.setup_environment()",
         *(["rank = strategy.distributed_sampler_kwargs['rank']"] if operation.world_size else []),
-        f"{', '.join(everything(program))} = build(strategy)",
+        built(program),
         *(added_group(each, program) for each in program.operations[:number] if isinstance(each, ops.AddGroup)),
         f"strategy.load_checkpoint({path}, {states}{_CASTS.get(program.precision, '')})",
     ], [f"**{shown_state(program)}"]
