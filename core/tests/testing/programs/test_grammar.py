@@ -86,6 +86,15 @@ def test_what_may_be_given_is_drawn_where_a_strategy_takes_it():
     assert all(program.apart for seed in range(200) if "[model." in str((program := draw(seed, "fsdp")).options))
 
 
+def test_units_made_by_hand_have_complex_parameters_more_often():
+    programs = [each for seed in range(600) if (each := draw(seed, "fsdp")).precision == "32-true"]
+    turned = {
+        wrapped: ["turned" in each.models[0].parts for each in programs if each.wrapped is wrapped]
+        for wrapped in (False, True)
+    }
+    assert sum(turned[True]) / len(turned[True]) > 2 * sum(turned[False]) / len(turned[False])
+
+
 def test_what_a_gradient_scaler_forbids_is_illegal():
     for operations in (
         (ops.Closure(key=1, rows=(2, 2)),),

@@ -53,6 +53,8 @@ _BEGINS = 0.1
 """How often a collective sets the environment up."""
 _ADDED, _OFTEN = {"added": "transposed", "narrowed": "narrow", "assigned": "reassigned"}, 0.08
 """What is added to parts, and how often: by chances of its own, so that seeds go on drawing what they have drawn."""
+_ALONE = 0.5
+"""How often parts of which each is a unit by itself have complex parameters among them."""
 _WRITTEN = {*SQUARE.values(), *GIVEN.values()}
 _WRITTEN |= {f"{name}={value}" for name, values in OPTIONS.items() for value in values}
 
@@ -268,7 +270,8 @@ def _with_complex(program: Program) -> Program:
     added = dataclasses.replace(first, parts=(*first.parts, *COMPLEX))
     turned = dataclasses.replace(program, models=(added, *others))
     lot = random.Random(f"{program.seed} {' '.join(COMPLEX)}").random()
-    return turned if lot < _OFTEN and possible(turned) else program
+    often = _ALONE if program.wrapped else _OFTEN  # a part that is a unit may have more complex than real ones
+    return turned if lot < often and possible(turned) else program
 
 
 def _beginning(seed: int) -> str:
