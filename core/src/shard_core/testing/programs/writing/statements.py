@@ -7,8 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, STUBBORN, everything, optimizers_over
-from shard_core.testing.programs.vocabulary import PREMATURE
+from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, everything, optimizers_over
 from shard_core.testing.programs.writing.edits import edited_gradients, edited_weights
 from shard_core.testing.programs.writing.expressions import (
     added_group,
@@ -20,6 +19,7 @@ from shard_core.testing.programs.writing.expressions import (
     states_of,
     strategy_of,
 )
+from shard_core.testing.programs.writing.failures import failure
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
@@ -235,38 +235,7 @@ def _(operation: ops.Load, program: Program, number: int, saved: str) -> Lines:
 
 @statements.register(ops.Fail)
 def _(operation: ops.Fail, program: Program, number: int, saved: str) -> Lines:
-    states, shown = states_of(everything(program)), ["failed=failed", f"**{shown_state(program)}"]
-    if operation.how in PREMATURE.values():
-        owned_by = owned(program, operation.optimizer)
-        call = {
-            "step": f"optimizer_step({owned_by.split(', ')[1]})",
-            "norm": f"clip_gradients_norm({owned_by}, 1.0)",
-            "value": f"clip_gradients_value({owned_by}, 1.0)",
-            "gradients": f"module_gradients({owned_by.split(', ')[0]})",
-        }[operation.how]
-        return [f"failed = fails(lambda: strategy.{call})"], shown
-    if operation.how == "object":
-        called = f"fails(lambda: strategy.load_checkpoint(f'{{folder}}/{saved}', {states}))"
-        refuses = f"{STUBBORN}.refuses = rank == 0"
-        return ["saving.wait()", refuses, f"failed = {called}", f"{STUBBORN}.refuses = False"], shown
-    if operation.how == "load":
-        path, lacking = f"f'{{folder}}/{saved}'", f"{{'lacking': 3, **{states}}}"
-        return ["saving.wait()", f"failed = fails(lambda: strategy.load_checkpoint({path}, {lacking}))"], shown
-    path = f"f'{{folder}}/taken-{number}'"
-    mistakes = {
-        "set up": f"setup_module(strategy.unwrap({MODULES[0]}))",
-        "foreign": "optimizer_step(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))",
-        "form": f"save_checkpoint({path}, {states}, state_dict_type='whole')",
-    }
-    if operation.how in mistakes:
-        return [f"failed = fails(lambda: strategy.{mistakes[operation.how]})"], shown
-    made = f"open({path}, 'w').close()"
-    if operation.how == "unwaited":
-        begun = f"lambda: strategy.save_checkpoint({path}, {states}, blocking=False)"
-        after = f"lambda: strategy.save_checkpoint(f'{{folder}}/after-{number}', {states})"
-        return [made, f"failed = fails({begun}) or fails({after})"], shown
-    more = ", blocking=False).wait()" if operation.how == "background" else ")"
-    return [made, f"failed = fails(lambda: strategy.save_checkpoint({path}, {states}{more})"], shown
+    return failure(operation, program, number, saved), ["failed=failed", f"**{shown_state(program)}"]
 
 
 @statements.register(ops.Attempt)
