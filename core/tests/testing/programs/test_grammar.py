@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 
+from shard_core import plugins
+from shard_core.capability import Capability
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.parts import PARTS
@@ -44,7 +46,8 @@ def test_a_seed_draws_one_program(drawn):
 def test_everything_is_drawn(drawn):
     assert {kind for program in drawn for kind in kinds_of(program)} == OPERATIONS.keys() - {"Attempt"}
     ways = {(type(each), each.how) for program in drawn for each in program.operations if type(each) in WAYS}
-    assert ways == {(kind, how) for kind, hows in WAYS.items() for how in hows}
+    elsewhere = {(ops.Fail, "layer")}  # which ddp promises to train
+    assert ways == {(kind, how) for kind, hows in WAYS.items() for how in hows} - elsewhere
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
     assert {each.kind for program in drawn for each in program.optimizers} == {*KINDS, *TAKES}
     assert {program.precision for program in drawn} == set(PRECISIONS)
@@ -130,6 +133,33 @@ def test_infinite_gradients_are_zeroed_before_a_step():
         assert legal(dataclasses.replace(PLAIN, operations=(*infinite[:2], zeroed, BACKWARD, ops.Step())))
     assert legal(dataclasses.replace(PLAIN, operations=infinite))
     assert not legal(dataclasses.replace(SCALED, operations=infinite))
+
+
+def test_a_layer_by_itself_is_tried_where_it_is_refused(monkeypatch):
+    tried = dataclasses.replace(PLAIN, operations=(ops.Fail(how="layer"),))
+    assert not legal(tried)
+    card = plugins.find("ddp")
+    without = dataclasses.replace(card, capabilities=card.capabilities - {Capability.ENTRY_METHODS})
+    monkeypatch.setattr("shard_core.testing.programs.situation.plugins.find", lambda _: without)
+    assert legal(tried)
+    assert not legal(dataclasses.replace(tried, compiled="before"))
+
+
+def test_steps_without_gradients_are_taken_where_nothing_waits_or_counts_them():
+    steps = ops.Fail(how="steps")
+    for before in ((), (BACKWARD,), (COUNTED,)):
+        assert legal(dataclasses.replace(PLAIN, operations=(*before, steps, BACKWARD, ops.Step())))
+    by_hand = ops.Forward(key=1, how="interrupted by hand")
+    assert not any(legal(dataclasses.replace(PLAIN, operations=(each, steps))) for each in (DEFERRED, by_hand))
+    assert not legal(dataclasses.replace(SCALED, operations=(steps,)))
+    assert not legal(dataclasses.replace(PLAIN, optimizers=PLAIN.optimizers * 2, operations=(steps,)))
+
+
+def test_state_begins_anew_where_it_has_the_shape_of_parameters():
+    restarts = dataclasses.replace(PLAIN, operations=(ops.Initialize(which=0, restarts=True),))
+    assert legal(restarts)
+    assert not legal(dataclasses.replace(restarts, optimizers=(OptimizerSpec(kind="adafactor"),)))
+    assert not legal(dataclasses.replace(restarts, options=("param_persistence_threshold=0",)))
 
 
 def test_a_layer_is_not_frozen_where_its_activations_are_computed_again():

@@ -152,6 +152,35 @@ def test_zeroed_gradients_take_their_denominators_along():
     torch.testing.assert_close(shown["head.weight"], model.head.weight.grad)
 
 
+def test_gradients_dropped_before_a_backward_take_their_denominators_along():
+    dropping, plain = (oracle_of("linear", ranks=2) for _ in range(2))
+    dropping.play(ops.Backward(key=3, rows=(4, 3), denominator=True))
+    for oracle, how in ((dropping, "dropped"), (plain, "plain")):
+        oracle.play(ops.Backward(key=4, rows=(1, 0), denominator=True, how=how))
+        oracle.play(ops.Step())
+    assert_weights(dropping, plain.models[0])
+
+
+def test_state_begins_anew_as_zeros():
+    oracle = oracle_of("linear", ranks=1, kind="adam")
+    for operation in (ops.Backward(key=3, rows=(2,)), ops.Step(), ops.Initialize(which=0, restarts=True)):
+        oracle.play(operation)
+    slots, others = (oracle.optimizers[0].state[each] for each in [*oracle.models[0].parameters()][:2])
+    assert not slots["exp_avg"].any()
+    assert others["exp_avg"].any()
+    assert slots["step"] == others["step"] == 1
+
+
+def test_steps_while_a_save_fails_leave_no_gradients_and_all_else():
+    oracle = oracle_of("linear", ranks=1, kind="adam", weight_decay=0.05)
+    oracle.play(ops.Backward(key=3, rows=(2,), denominator=True))
+    before = oracle.state()
+    shown = oracle.play(ops.Fail(how="steps"))[0]
+    assert shown.pop("failed")
+    assert all(torch.equal(before[name], shown[name]) for name in before if name.startswith("weights"))
+    assert all(each.grad is None for each in oracle.models[0].parameters())
+
+
 def test_each_rank_has_buffers_of_its_own_and_rank_zeros_are_shown():
     oracle, model = oracle_of("batch_norm", ranks=2), model_of("batch_norm")
     oracle.play(ops.Forward(key=1, how="train"))

@@ -34,9 +34,12 @@ class Fail:
             the save after one in the background that nobody waits for; ``"load"`` of a value that the last checkpoint
             lacks; ``"object"``: a load of the last checkpoint, of which one rank's object takes nothing; ``"set up"``:
             a module again; ``"foreign"``: to step an optimizer that was not; ``"form"``: to save in one that is none;
+            ``"axis"``: to reduce over ranks that nobody has named so; ``"layer"``: to call one outside of its module's
+            forward, where a strategy does not promise that; ``"steps"``: to step, without gradients, for as long as a
+            save in the background takes to fail, which all ranks have to hear of before the same step;
             ``"step"``, ``"norm"``, ``"value"``, ``"gradients"``: to step with an optimizer's gradients, to clip or look
             at them while some wait for a backward outside of ``no_backward_sync``.
-        optimizer: Whose gradients wait.
+        optimizer: Whose gradients wait, or are zeroed for steps without.
     """
 
     how: str = "save"

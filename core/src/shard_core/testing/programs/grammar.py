@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shard_core import plugins
 from shard_core.capability import Capability
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
     from shard_core.testing.programs.program import Program
 
+_Way = TypeVar("_Way")
 _SHORTEST, _LONGEST = 10, 22
 _NEEDS = {
     ops.Closure: Capability.CLOSURE,
@@ -114,18 +115,23 @@ def _varied(operation: Operation, situation: Situation, chance: random.Random) -
         which = situation.optimizer_of(operation)
         failed = ops.Fail(how=premature, optimizer=which or 0)
         return failed if which is not None and chance.random() < _PREMATURE else operation
-    way = VARIANTS.get((type(operation), getattr(operation, "how", "")))
-    if way is not None and chance.random() < _VARIED:
-        changes: Any = {"how": way}
+    ways = VARIANTS.get((type(operation), getattr(operation, "how", "")))
+    if ways is not None and chance.random() < _VARIED:
+        changes: Any = {"how": _one_of(ways, chance)}
         return dataclasses.replace(operation, **changes)
     if isinstance(operation, ops.Forward) and chance.random() < _INTERRUPTED:
         return dataclasses.replace(operation, how="interrupted by hand")
     if isinstance(operation, ops.Load) and chance.random() < _TAKES_NOTHING:
         return ops.Fail(how="object")
-    flag = FLAGS.get(type(operation))
-    if flag is not None and chance.random() < _VARIED:
-        return dataclasses.replace(operation, **flag)
+    flags = FLAGS.get(type(operation))
+    if flags is not None and chance.random() < _VARIED:
+        return dataclasses.replace(operation, **_one_of(flags, chance))
     return operation
+
+
+def _one_of(ways: Sequence[_Way], chance: random.Random) -> _Way:
+    """Return one of some ways, of one alone without a draw."""
+    return ways[0] if len(ways) == 1 else chance.choice(ways)
 
 
 def _can_go_on(program: Program, card: StrategyInfo) -> bool:

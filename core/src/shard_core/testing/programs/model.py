@@ -115,6 +115,7 @@ class Model(nn.Module):
             if isinstance(part, Framed):
                 part.frame(self)
         self.head = nn.Linear(WIDTH, _OUTPUTS)
+        self.bend = nn.Tanh()  # of no parameters, so that it may be called anywhere under every strategy
         plan = {f"parts.{name}": style for name, style in PLAN.items() if name.partition(".")[0] in parts}
         self.config = types.SimpleNamespace(base_model_tp_plan={**plan, "head": "rowwise_split_input"})
 

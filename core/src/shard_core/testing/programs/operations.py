@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from shard_core.testing.programs.file_operations import Fail as Fail
-from shard_core.testing.programs.file_operations import Load as Load
-from shard_core.testing.programs.file_operations import LoadWeights as LoadWeights
-from shard_core.testing.programs.file_operations import Save as Save
-from shard_core.testing.programs.file_operations import SavePretrained as SavePretrained
-from shard_core.testing.programs.file_operations import Switch as Switch
+from shard_core.testing.programs.file_operations import Fail, Load, LoadWeights, Save, SavePretrained, Switch
+
+__all__ = [
+    "MICRO_BATCHES", "AddGroup", "Attempt", "Backward", "ChangeLearningRate", "ClipNorm", "ClipValue", "Closure",
+    "EditGradients", "EditWeights", "Evaluate", "Fail", "Forward", "Freeze", "HookGradients", "Initialize", "Load",
+    "LoadStateDict", "LoadWeights", "Operation", "Reduce", "ReloadOptimizer", "Save", "SavePretrained", "Seed",
+    "ShowAverage", "ShowGradients", "ShowParameters", "ShowWeights", "Step", "StepScheduler", "Switch",
+    "UpdateAverage", "ZeroByHand", "ZeroGrad",
+]  # fmt: skip
 
 MICRO_BATCHES = 3
 
@@ -23,16 +26,17 @@ class Backward:
         key: Which batch.
         rows: The samples of each data rank.
         how: ``"plain"``; ``"retain_graph"``: two backwards through one graph; ``"two_forwards"``: of one loss;
-            ``"crossed"``: two forwards, then their backwards in the other order; ``"gradient"``: of the output and its
-            gradient; ``"method"``: through an entry method; ``"layers"``: through layers that are called by
-            themselves; ``"contrastive"``: each row's output is told from those of all data ranks; ``"through"``: the
-            first module's output goes on through the second, whichever is named; ``"frozen"``: the layer on top is
-            frozen before the backward, and trained again after it; ``"eval"``: of a module in evaluation mode;
-            ``"penalty"``: of the loss and the squares of its inputs' gradients; ``"zeroed"`` and ``"cleared"``: between
-            the two, optimizers or the module zero the gradients of before; ``"detached"``: of the second module, on
-            the first's output without gradients; ``"squares"``: then one of each trained parameter's squares;
-            ``"by hand"``: by ``loss.backward()``, which a strategy may refuse; ``"accumulated"``: of
-            ``MICRO_BATCHES``, of which the last is sent.
+            ``"crossed"``: two forwards, then their backwards in the other order; ``"gradient"``: of the output, bent by
+            a layer without parameters that is called by itself, and its gradient; ``"method"``: through an entry
+            method; ``"layers"``: through layers that are called by themselves; ``"contrastive"``: each row's output is
+            told from those of all data ranks; ``"through"``: the first module's output goes on through the second,
+            whichever is named; ``"frozen"``: the layer on top is frozen before the backward, and trained again after
+            it; ``"eval"``: of a module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs'
+            gradients; ``"zeroed"``, ``"cleared"`` and ``"dropped"``: between the two, optimizers or the module zero the
+            gradients of before, or they are set to None by hand; ``"detached"``: of the second module, on the first's
+            output without gradients; ``"squares"``: then one of each trained parameter's squares; ``"by hand"``: by
+            ``loss.backward()``, which a strategy may refuse; ``"accumulated"``: of ``MICRO_BATCHES``, of which the last
+            is sent.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is; with ``alone``, on the first data rank alone.
@@ -208,12 +212,21 @@ class HookGradients:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Initialize:
-    """Draw a parameter, counted round, anew; optimizers may forget its state; ``shown`` is as for ``EditWeights``."""
+    """Draw a parameter, counted round, anew.
+
+    Attributes:
+        module: Which module.
+        which: Which parameter.
+        shown: As for ``EditWeights``.
+        forgets: Whether optimizers forget its state.
+        restarts: Whether what they have of its shape begins anew, with tensors of zeros that are as it is.
+    """
 
     module: int = 0
     which: int
     shown: bool = True
     forgets: bool = False
+    restarts: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,9 +271,10 @@ class LoadStateDict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReloadOptimizer:
-    """Load an optimizer's own ``state_dict()`` into it."""
+    """Load an optimizer's own ``state_dict()`` into it; ``shown`` is as for ``EditWeights``."""
 
     optimizer: int = 0
+    shown: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

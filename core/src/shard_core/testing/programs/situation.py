@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from shard_core import plugins
+from shard_core.capability import Capability
 from shard_core.precision.policies import POLICIES
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.parts import COMPLEX, FROZEN, SLOPE_ONCE, WRITING
-from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, REAL_ALONE, is_made_before, runs_alone
-from shard_core.testing.programs.vocabulary import PREMATURE
+from shard_core.testing.programs.settings import ALL_AT_ONCE, EXACT, REAL_ALONE, WHOLE, is_made_before, runs_alone
+from shard_core.testing.programs.vocabulary import PREMATURE, ZEROING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,7 +138,7 @@ class Situation:
                 allowed = allowed and not (resumed and not self._files.have(ops.Load(), number, self._added))
             case _:
                 allowed = self._files.have(operation, number, self._added)
-        premature = isinstance(operation, ops.Fail) and operation.how in PREMATURE.values()
+        premature = isinstance(operation, ops.Fail) and operation.how in (*PREMATURE.values(), "steps")
         finishes = premature or isinstance(operation, _FINISHING)
         allowed = allowed and self._has_kernels(operation, number) and self._takes_complex(operation, number)
         return allowed and not (finishes and self._unfinished)
@@ -156,12 +158,22 @@ class Situation:
                 return self._program.optimizers[which].scheduled
             case ops.AddGroup(optimizer=which):
                 return self._lacks(which)
-            case ops.Fail(how=how) if how in PREMATURE.values():
-                return self._modules[number].waits
             case ops.Fail():
-                return self._files.have(operation, number, self._added)
+                return self._fails(operation, number)
             case _:
                 return True
+
+    def _fails(self, operation: ops.Fail, number: int) -> bool:
+        """Check that there is what would fail, and that it does."""
+        if operation.how in PREMATURE.values():
+            return self._modules[number].waits
+        if operation.how == "layer":
+            card = plugins.find(self.strategy)
+            refused = Capability.ENTRY_METHODS not in card.capabilities and "cpu" in card.devices
+            return refused and not self._program.compiled
+        if operation.how == "steps":  # how many cannot be said beforehand, and a scaler counts them
+            return not (self._scaled or self._modules[number].deferred) and self._is_zeroed_by(operation.optimizer)
+        return self._files.have(operation, number, self._added)
 
     def _has_norm(self, operation: Operation, module: _Module) -> bool:
         """Check that gradients are not yet to be divided or unscaled, where torch's own function clips them."""
@@ -177,6 +189,11 @@ class Situation:
         # What is zero need not have been zeroed, so that nothing can follow it.
         pending = bool(module.denominator) or module.clipped or (self._scaled and not module.stale)
         return none or not (module.deferred or pending)
+
+    def _is_zeroed_by(self, which: int) -> bool:
+        """Check that an optimizer alone steps all of its module, so that it zeroes all gradients there are."""
+        number = self._program.optimizers[which].module
+        return self._is_alone(number) and not self._lacks_of(number)
 
     def _has_kernels(self, operation: Operation, number: int) -> bool:
         """Check whether torch computes an operation where models are compiled, steps are fused or gradients sparse."""
@@ -195,9 +212,9 @@ class Situation:
                 known = not self._scaled and not (self._program.compiled and isinstance(operation, ops.Forward))
             case ops.Backward(how="two_forwards" | "crossed" | "contrastive"):
                 known = set(WRITING).isdisjoint(self._program.models[number].parts)
-            case ops.Initialize():
+            case ops.Initialize(restarts=restarts):
                 laid_out = "transposed" not in self._program.models[number].parts
-                known = laid_out and self._program.precision != "bf16-true"
+                known = laid_out and self._program.precision != "bf16-true" and not (restarts and self._is_odd(number))
             case ops.Freeze() | ops.Backward(how="frozen" | "layers"):
                 mine = (spec for spec in self._program.optimizers if spec.module == number)
                 recomputed = self._recomputes and getattr(operation, "how", "") == "frozen"
@@ -212,6 +229,10 @@ class Situation:
             case _:
                 known = True
         return known
+
+    def _is_odd(self, number: int) -> bool:
+        """Check whether optimizers have state of other shapes than a module's parameters, or these are away."""
+        return self._away or any(spec.kind in WHOLE for spec in self._program.optimizers if spec.module == number)
 
     def _takes_complex(self, operation: Operation, number: int) -> bool:
         """Check whether torch computes an operation with complex parameters beside real ones, where there are some."""
@@ -233,7 +254,7 @@ class Situation:
         reached = _reached(operation)
         if max(reached) >= len(self._modules) or len(operation.rows) != self.world_size:
             return False
-        zeroed = operation.how in ("zeroed", "cleared")
+        zeroed = operation.how in ZEROING
         by_optimizer = operation.how == "zeroed"
         if by_optimizer and (self._lacks_of(operation.module) or not self._is_alone(operation.module)):
             return False
@@ -284,7 +305,7 @@ class Situation:
         match operation:
             case ops.Backward(denominator=denominator, deferred=deferred):
                 for each in _reached(operation):
-                    begun = _Module() if operation.how in ("zeroed", "cleared") else self._modules[each]
+                    begun = _Module() if operation.how in ZEROING else self._modules[each]
                     waits = deferred and each == operation.module  # each for its own context
                     begun = dataclasses.replace(begun, deferred=waits, waits=waits)
                     self._modules[each] = dataclasses.replace(begun, denominator=denominator)
@@ -295,9 +316,9 @@ class Situation:
                 module.stale = True
                 if self._is_alone(number):
                     module.denominator, module.clipped = None, False
-            case ops.ZeroGrad(of_module=of_module):
-                if of_module or self._is_alone(number):
-                    self._modules[number] = _Module(deferred=module.deferred)
+            case ops.ZeroGrad() | ops.Fail(how="steps"):
+                if getattr(operation, "of_module", False) or self._is_alone(number):
+                    self._modules[number] = _Module(deferred=module.deferred, stale=isinstance(operation, ops.Fail))
             case ops.ZeroByHand(set_to_none=none):
                 pending = None if none else module.denominator
                 self._modules[number] = _Module(deferred=module.deferred, denominator=pending)

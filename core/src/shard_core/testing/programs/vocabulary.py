@@ -32,11 +32,13 @@ PREMATURE: dict[type[Any], str] = {
     ops.Step: "step", ops.ClipNorm: "norm", ops.ClipValue: "value", ops.ShowGradients: "gradients"
 }  # fmt: skip
 """What has to be refused while gradients wait for a backward that sends them, and the name of the failure."""
+ZEROING = ("zeroed", "cleared", "dropped")
+"""Backwards between whose forward and whose backward the gradients of before are thrown away."""
 WAYS: dict[type[Any], tuple[str, ...]] = {
     ops.Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
-        "eval", "penalty", "by hand", "accumulated", "zeroed", "cleared", "detached", "squares",
-        "layers",
+        "eval", "penalty", "by hand", "accumulated", "zeroed", "cleared", "dropped", "detached",
+        "squares", "layers",
     ),
     ops.Forward: (
         "train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted", "failed", "failed evaluation",
@@ -46,33 +48,39 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
     ops.EditWeights: ("in place", "data", "groups", "groups' data"),
     ops.Load: ("path", "latest", "modules"),
     ops.Fail: (
-        "save", "background", "unwaited", "load", "object", "set up", "foreign", "form", *PREMATURE.values(),
+        "save", "background", "unwaited", "load", "object", "set up", "foreign", "form", "axis", "layer", "steps",
+        *PREMATURE.values(),
     ),
     ops.Reduce: ("mean", "sum", "max", "gather", "dict"),
 }  # fmt: skip
 """What ``how`` may be, where an operation has it."""
-VARIANTS: dict[tuple[type[Any], str], str] = {
-    (ops.Forward, "interrupted"): "interrupted by hand",
-    (ops.Forward, "train"): "interrupted by hand",
-    (ops.Backward, "method"): "layers",
-    (ops.EditGradients, "multiplied"): "foreach",
-    (ops.EditGradients, "assigned"): "counted",
-    (ops.EditGradients, "data"): "groups' data",
-    (ops.EditWeights, "in place"): "groups",
-    (ops.EditWeights, "data"): "groups' data",
-    (ops.Fail, "load"): "object",
-    (ops.Fail, "save"): "set up",
-    (ops.Fail, "background"): "foreign",
-    (ops.Fail, "unwaited"): "form",
+VARIANTS: dict[tuple[type[Any], str], tuple[str, ...]] = {
+    (ops.Forward, "interrupted"): ("interrupted by hand",),
+    (ops.Forward, "train"): ("interrupted by hand",),
+    (ops.Backward, "method"): ("layers",),
+    (ops.Backward, "cleared"): ("dropped",),
+    (ops.EditGradients, "multiplied"): ("foreach",),
+    (ops.EditGradients, "assigned"): ("counted",),
+    (ops.EditGradients, "data"): ("groups' data",),
+    (ops.EditWeights, "in place"): ("groups",),
+    (ops.EditWeights, "data"): ("groups' data",),
+    (ops.Fail, "load"): ("object",),
+    (ops.Fail, "save"): ("set up", "axis"),
+    (ops.Fail, "background"): ("foreign", "layer"),
+    (ops.Fail, "unwaited"): ("form", "steps"),
 }
 """Ways that are drawn in the place of others, so that seeds go on drawing what they have drawn."""
-FLAGS: dict[type[Any], dict[str, Any]] = {
-    ops.Step: {"by_hand": True}, ops.Closure: {"by_hand": True}, ops.Save: {"frozen": False},
-    ops.Initialize: {"forgets": True},
-}  # fmt: skip
+FLAGS: dict[type[Any], tuple[dict[str, Any], ...]] = {
+    ops.Step: ({"by_hand": True},),
+    ops.Closure: ({"by_hand": True},),
+    ops.Save: ({"frozen": False},),
+    ops.Initialize: ({"forgets": True}, {"restarts": True}),
+    ops.ReloadOptimizer: ({"shown": False},),
+}
 """Fields that are drawn so in place of their defaults."""
 
 
 def drawn_ways(kind: type[Any]) -> tuple[str, ...]:
     """List the ways that are drawn of themselves."""
-    return tuple(how for how in WAYS[kind] if how not in (*VARIANTS.values(), *PREMATURE.values()))
+    varied = {way for (of, _), ways in VARIANTS.items() if of is kind for way in ways}
+    return tuple(how for how in WAYS[kind] if how not in varied and how not in PREMATURE.values())

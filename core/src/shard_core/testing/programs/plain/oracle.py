@@ -10,13 +10,11 @@ import torch
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.model import Batch, Interruption, batch, contrast_of, fed_back, loss_of, tensors_of
-from shard_core.testing.programs.plain.plain_run import Count, PlainRun, Values
+from shard_core.testing.programs.plain.plain_run import Count, PlainRun, Values, interleaved
 from shard_core.testing.programs.plain.precisions import input_dtype
 from shard_core.testing.programs.program import everything
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from shard_core.testing.programs.operations import Operation
 
 _METHODS = {"unwrap": "unwrapped", "method": "score", "layers": "layers"}
@@ -40,8 +38,7 @@ class Oracle(PlainRun):
             case ops.Backward(how="contrastive"):
                 shown = self._contrasted(operation)
             case ops.Backward():
-                if operation.how in ("zeroed", "cleared"):  # forwards neither read nor write gradients
-                    self._on_all(ops.ZeroGrad(of_module=True, which=operation.module))
+                self._zero_between(operation)
                 self._note(operation)
                 shown = self._each(lambda rank: self._backward(operation, rank))
             case ops.Forward():
@@ -49,7 +46,7 @@ class Oracle(PlainRun):
                 if operation.how.startswith("interrupted"):
                     self._zero_all()
             case ops.Evaluate():
-                shown = self._each(lambda rank: self._evaluate(operation, rank), together=_interleaved)
+                shown = self._each(lambda rank: self._evaluate(operation, rank), together=interleaved)
             case ops.Closure():
                 shown = self._closed(operation)
             case ops.ShowAverage():
@@ -69,6 +66,14 @@ class Oracle(PlainRun):
         stepped = self._step(operation.optimizer)
         returned = stepped.pop("stepped")
         return [{**stepped, **(loss if operation.by_hand else {"stepped": returned})} for loss in losses]
+
+    def _zero_between(self, operation: ops.Backward) -> None:
+        """Zero, before it is played, what it zeroes after its forward, which neither reads nor writes gradients."""
+        if operation.how in ("zeroed", "cleared"):
+            self._on_all(ops.ZeroGrad(of_module=True, which=operation.module))
+        elif operation.how == "dropped":
+            self._on_all(ops.ZeroByHand(module=operation.module))
+            self._forget_discarded()
 
     def _zero_all(self) -> None:
         for number in range(len(self.models)):
@@ -189,8 +194,7 @@ class Oracle(PlainRun):
         drawn = self._each(lambda _: {"values": torch.nn.init.normal_(parameter.detach().clone(), std=0.3)})
         with torch.no_grad():
             parameter.copy_(drawn[0]["values"])
-        for optimizer in self.optimizers if operation.forgets else ():
-            optimizer.state.pop(parameter, None)
+        self._forget_state(operation, parameter)
         return self.state() if operation.shown else {}
 
     @_on_all.register(ops.UpdateAverage)
@@ -231,7 +235,7 @@ class Oracle(PlainRun):
     def _(self, operation: ops.ReloadOptimizer) -> Values:
         optimizer = self.optimizers[operation.optimizer]
         optimizer.load_state_dict(optimizer.state_dict())
-        return self.state()
+        return self.state() if operation.shown else {}
 
     @_on_all.register(ops.Seed)
     def _(self, operation: ops.Seed) -> Values:
@@ -258,7 +262,10 @@ class Oracle(PlainRun):
         return {"left": left, **self.state()}
 
     @_on_all.register(ops.Fail)
-    def _(self, _: ops.Fail) -> Values:
+    def _(self, operation: ops.Fail) -> Values:
+        if operation.how == "steps":  # which change nothing without gradients
+            self._on_all(ops.ZeroGrad(which=operation.optimizer))
+            self._note_trained()
         return {"failed": True, **self.state()}
 
     @_on_all.register(ops.SavePretrained)
@@ -307,7 +314,7 @@ class Oracle(PlainRun):
                     given = batch(operation.key + micro, rank, rows)
                 loss = forward(given)
             case "gradient":
-                output = tensors_of(self._run(module, given, rank, extra=extra))[0]
+                output = self.models[module].bend(tensors_of(self._run(module, given, rank, extra=extra))[0])
                 self._add(output, gradient=0.1 * given.targets.to(output))
                 return {"loss": output.detach().sum()}
             case "through" | "detached":
@@ -335,11 +342,6 @@ class Oracle(PlainRun):
         self._add_squares(module, operation.how == "squares")
         self.models[module].train()
         return {"loss": loss.detach()}
-
-    def _add_squares(self, module: int, wanted: bool) -> None:
-        for parameter in self.models[module].parameters() if wanted else ():
-            if parameter.requires_grad:
-                self._add(0.01 * parameter.square().sum())
 
     def _contrasted(self, operation: ops.Backward) -> list[Values]:
         """Play a loss of each rank in which all ranks' outputs are, with the gradients of all losses for each."""
@@ -391,10 +393,3 @@ class Oracle(PlainRun):
         whole = {"gather": numbers, "mean": numbers.mean(0), "sum": numbers.sum(0), "max": numbers.amax(0)}
         tracked = {"tracked": False} if operation.how == "gather" else {}
         return {"reduced": whole[operation.how], **tracked}
-
-
-def _interleaved(shown: Sequence[Values]) -> Values:
-    """Take each sample's output from the data rank that a distributed sampler gives it to."""
-    outputs = [each["outputs"] for each in shown]
-    rows = range(len(outputs[0]))
-    return {"outputs": torch.stack([outputs[row % len(outputs)][row] for row in rows])}

@@ -121,6 +121,16 @@ class PlainRun:
         group = {"params": parameters, "lr": operation.rate, "weight_decay": operation.decay}
         self.optimizers[operation.optimizer].add_param_group(group)
 
+    def _forget_state(self, operation: ops.Initialize, parameter: torch.Tensor) -> None:
+        """Drop what optimizers have of a parameter that is drawn anew, or begin it anew with zeros."""
+        for optimizer in self.optimizers:
+            if operation.forgets:
+                optimizer.state.pop(parameter, None)
+            slots = optimizer.state.get(parameter, {}) if operation.restarts else {}
+            for value in slots.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.zero_()
+
     def state(self) -> Values:
         """Return what ``observation.state`` should."""
         shown: Values = {}
@@ -219,6 +229,11 @@ class PlainRun:
     def _add(self, loss: torch.Tensor, **keywords: Any) -> None:
         self._note_trained()
         self._precision.backward(self.models, loss, len(self._ranks), **keywords)
+
+    def _add_squares(self, module: int, wanted: bool) -> None:
+        for parameter in self.models[module].parameters() if wanted else ():
+            if parameter.requires_grad:
+                self._add(0.01 * parameter.square().sum())
 
     def _train_top(self, module: int, trained: bool) -> None:
         """Freeze the layer on top of a module, or train it again, where gradients come to."""
@@ -372,3 +387,10 @@ def _frozen(model: Model) -> set[str]:
 
 def _buffers(model: Model) -> dict[str, torch.Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def interleaved(shown: Sequence[Values]) -> Values:
+    """Take each sample's output from the data rank that a distributed sampler gives it to."""
+    outputs = [each["outputs"] for each in shown]
+    rows = range(len(outputs[0]))
+    return {"outputs": torch.stack([outputs[row % len(outputs)][row] for row in rows])}

@@ -1,4 +1,4 @@
-"""The statements that change gradients and weights by hand."""
+"""The statements that change gradients, weights and optimizers' state by hand."""
 
 from __future__ import annotations
 
@@ -43,3 +43,16 @@ def edited_weights(operation: ops.EditWeights, program: Program) -> list[str]:
     if operation.how == "data":
         return [chosen, f"edited = {edited}", f"edited.data = edited.data * {factor}"]
     return [chosen, "with torch.no_grad():", f"    {edited}.mul_({factor})"]
+
+
+def dropped(module: int) -> list[str]:
+    """Write the lines that throw a module's gradients away, parameter by parameter."""
+    return [f"for parameter in {MODULES[module]}.parameters():", "    parameter.grad = None"]
+
+
+def forgotten(operation: ops.Initialize, optimizer: str) -> list[str]:
+    """Write the lines that have an optimizer forget the state of what was drawn anew, or begin it anew."""
+    if operation.restarts:
+        anew = "{slot: torch.zeros_like(drawn) for slot, value in slots.items() if getattr(value, 'ndim', 0)}"
+        return [f"slots = {optimizer}.state.get(drawn, {{}})", f"slots.update({anew})"]
+    return [f"{optimizer}.state.pop(drawn, None)"] if operation.forgets else []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.program import MODULES, OPTIMIZERS, SCHEDULERS, everything, optimizers_over
-from shard_core.testing.programs.writing.edits import edited_gradients, edited_weights
+from shard_core.testing.programs.writing.edits import dropped, edited_gradients, edited_weights, forgotten
 from shard_core.testing.programs.writing.expressions import (
     added_group,
     batch_of,
@@ -91,9 +91,9 @@ def _(operation: ops.ZeroGrad, *_: object) -> Lines:
 
 @statements.register(ops.ZeroByHand)
 def _(operation: ops.ZeroByHand, *_: object) -> Lines:
-    loop = f"for parameter in {MODULES[operation.module]}.parameters():"
     if operation.set_to_none:
-        return [loop, "    parameter.grad = None"], []
+        return dropped(operation.module), []
+    loop = f"for parameter in {MODULES[operation.module]}.parameters():"
     return [loop, "    if parameter.grad is not None:", "        parameter.grad.zero_()"], []
 
 
@@ -144,7 +144,7 @@ def _(operation: ops.Initialize, program: Program, *_: object) -> Lines:
         f"parameters = list({MODULES[operation.module]}.parameters())",
         f"drawn = parameters[{operation.which} % len(parameters)]",
         "torch.nn.init.normal_(drawn, std=0.3)",
-        *[f"{optimizer}.state.pop(drawn, None)" for optimizer in own if operation.forgets],
+        *[line for optimizer in own for line in forgotten(operation, optimizer)],
     ]
     return lines, [f"**{shown_state(program)}"] * operation.shown
 
@@ -195,7 +195,7 @@ def _(operation: ops.LoadStateDict, program: Program, *_: object) -> Lines:
 @statements.register(ops.ReloadOptimizer)
 def _(operation: ops.ReloadOptimizer, program: Program, *_: object) -> Lines:
     name = OPTIMIZERS[operation.optimizer]
-    return [f"{name}.load_state_dict({name}.state_dict())"], [f"**{shown_state(program)}"]
+    return [f"{name}.load_state_dict({name}.state_dict())"], [f"**{shown_state(program)}"] * operation.shown
 
 
 @statements.register(ops.Reduce)
@@ -276,6 +276,13 @@ def _(operation: ops.Switch, program: Program, number: int, saved: str) -> Lines
     ], [f"**{shown_state(program)}"]
 
 
+def _zeroed(operation: ops.Backward, program: Program) -> list[str]:
+    """Write the lines that throw gradients away between a forward and its backward, if it does so."""
+    mine = [OPTIMIZERS[each] for each in optimizers_over(program, operation.module)]
+    owners = {"zeroed": mine, "cleared": [MODULES[operation.module]]}.get(operation.how, [])
+    return dropped(operation.module) if operation.how == "dropped" else [f"{each}.zero_grad()" for each in owners]
+
+
 @statements.register(ops.Backward)
 def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
@@ -287,14 +294,11 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     other, second = f"other = {batch_of(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"
     backward, shown = f"strategy.backward(loss, {name}{counted})", ["loss=loss"]
     match operation.how:
-        case "plain" | "by hand" | "zeroed" | "cleared" | "squares":
-            mine = [OPTIMIZERS[each] for each in optimizers_over(program, operation.module)]
-            owners = {"zeroed": mine, "cleared": [name]}.get(operation.how, [])
-            zeroed = [f"{each}.zero_grad()" for each in owners]
+        case "plain" | "by hand" | "zeroed" | "cleared" | "dropped" | "squares":
             trained = f"(each for each in {name}.parameters() if each.requires_grad)"
-            squares = [f"for each in {trained}:", f"    strategy.backward(0.01 * each.square().sum(), {name})"]
-            squares = squares if operation.how == "squares" else []
-            lines += [loss, *zeroed, "loss.backward()" if operation.how == "by hand" else backward, *squares]
+            squared = [f"for each in {trained}:", f"    strategy.backward(0.01 * each.square().sum(), {name})"]
+            lines += [loss, *_zeroed(operation, program), "loss.backward()" if operation.how == "by hand" else backward]
+            lines += squared * (operation.how == "squares")
         case "accumulated":
             lines = [f"for micro in range({ops.MICRO_BATCHES}):"]
             lines += [f"    given = {batch_of(program, f'{operation.key} + micro', operation.rows)}"]
@@ -310,7 +314,7 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
             shown += ["later=later"]
         case "gradient":
             line = f"strategy.backward(output, {name}, gradient=0.1 * given.targets.to(output))"
-            lines += [f"output = tensors_of({name}(given{extra}))[0]", line]
+            lines += [f"output = strategy.unwrap({name}).bend(tensors_of({name}(given{extra}))[0])", line]
             shown = ["loss=output.sum()"]
         case "contrastive":
             lines += [
