@@ -51,7 +51,7 @@ def test_everything_is_drawn(drawn):
     assert {part for program in drawn for model in program.models for part in model.parts} == set(PARTS)
     assert {each.kind for program in drawn for each in program.optimizers} == {*KINDS, *TAKES}
     assert {program.precision for program in drawn} == set(PRECISIONS)
-    for flag in ("wrapped", "averaged", "apart"):
+    for flag in ("wrapped", "averaged", "apart", "warmed"):
         assert {getattr(program, flag) for program in drawn} == {False, True}
     assert {option for program in drawn for option in program.options} == set(offered("ddp"))
 

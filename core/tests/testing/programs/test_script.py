@@ -13,7 +13,7 @@ import pytest
 
 from shard_core import plugins
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.grammar import draw
+from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.kept import kept_programs
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, segments
 from shard_core.testing.programs.settings import COMPILED, GIVEN
@@ -120,3 +120,19 @@ def test_models_are_compiled_where_the_program_says(compiled):
     assert text.count("backend='aot_eager'") == 1
     assert (text.index("aot_eager") > text.index("setup_module")) is (compiled == "after")
     assert ("torch.compile(model" in text) is (compiled == "before")
+
+
+def test_a_backward_comes_before_an_optimizer_that_is_set_up_after_it():
+    late = dataclasses.replace(draw(1, "ddp"), models=(ModelSpec(parts=()),), optimizers=(OptimizerSpec(),), late=True)
+    late = dataclasses.replace(late, compiled="", averaged=False, options=(), operations=(), precision="32-true")
+    warmed = dataclasses.replace(late, warmed=True)
+    assert legal(late)
+    assert legal(warmed)
+    assert not legal(dataclasses.replace(warmed, late=False))
+    assert not legal(dataclasses.replace(warmed, precision="16-mixed"))
+    assert not legal(dataclasses.replace(warmed, optimizers=(OptimizerSpec(), OptimizerSpec())))
+    # Whose gradients wait for its denominators.
+    assert not legal(dataclasses.replace(warmed, operations=(ops.Backward(key=1, rows=(2, 2)),)))
+    text = script_of(warmed)
+    assert text.index("strategy.backward") < text.index("setup_optimizer")
+    assert "strategy.backward" not in script_of(late)

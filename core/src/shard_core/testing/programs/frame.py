@@ -49,6 +49,8 @@ _RARE = {
     **{"transposed": 0.0, "narrow": 0.0, "reassigned": 0.0, "turned": 0.0},
 }
 """How often a part is drawn, where less often than the others."""
+_WARMED = 0.3
+"""How many optimizers that are made late are so after a backward."""
 _BEGINS = 0.1
 """How often a collective sets the environment up."""
 _ADDED, _OFTEN = {"added": "transposed", "narrowed": "narrow", "assigned": "reassigned"}, 0.08
@@ -78,10 +80,19 @@ def possible(program: Program) -> bool:
         return False
     if not all(_may_be_sparse(program, spec) for spec in program.optimizers if _is_sparse(program, spec)):
         return False
+    warmed = not program.warmed or _may_be_warmed(program)
     stepped = all(_is_stepped(program, number) for number in range(len(program.models)))
-    return (stepped or not _is_scaled(program)) and all(
-        _may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without
+    return (
+        warmed
+        and (stepped or not _is_scaled(program))
+        and all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
     )
+
+
+def _may_be_warmed(program: Program) -> bool:
+    """Check that a backward may come before the optimizer, which has to be the one that its denominators wait for."""
+    alone = len(program.models) == len(program.optimizers) == 1 and not program.optimizers[0].without
+    return program.late and alone and not _is_scaled(program)
 
 
 def _has_part(models: Sequence[ModelSpec], part: str) -> bool:
@@ -247,7 +258,7 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):
         drawn = _taking(drawn, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
-    return _given(_with_complex(dataclasses.replace(drawn, optimizers=lacking)), card)
+    return _warmed(_given(_with_complex(dataclasses.replace(drawn, optimizers=lacking)), card), card)
 
 
 def _given(program: Program, card: StrategyInfo) -> Program:
@@ -262,6 +273,14 @@ def _given(program: Program, card: StrategyInfo) -> Program:
             given = dataclasses.replace(program, options=(*program.options, option), apart=apart)
             program = given if possible(given) else program
     return program
+
+
+def _warmed(program: Program, card: StrategyInfo) -> Program:
+    """Return a program whose optimizer may be set up after a backward: by chances of its own."""
+    warmed = dataclasses.replace(program, warmed=True)
+    able = Capability.DENOMINATOR in card.capabilities and "cpu" in card.devices
+    lot = random.Random(f"{program.seed} warmed").random()
+    return warmed if able and lot < _WARMED and possible(warmed) else program
 
 
 def _with_complex(program: Program) -> Program:

@@ -22,7 +22,7 @@ from shard_core.testing.programs.parts.dropout import why_improper
 from shard_core.testing.programs.plain.comparison import BOUNDS, distance, first_difference, flat, kind_of
 from shard_core.testing.programs.plain.oracle import Oracle
 from shard_core.testing.programs.plain.precisions import rounding
-from shard_core.testing.programs.program import segments, strategies_of
+from shard_core.testing.programs.program import first_backward, segments, strategies_of
 from shard_core.testing.programs.vocabulary import TOUCHES
 from shard_core.testing.programs.writing.script import script_of
 
@@ -213,7 +213,7 @@ def _compare(
     program: Program, runs: Sequence[Sequence[Trace]], sensitivity: Mapping[tuple[int, str], float] | None = None
 ) -> _Difference | None:
     """Hold every value that was shown to the oracle's; return the first that differs."""
-    oracle = Oracle(program, runs[0][0].data_rank[1], _exchanges(program))
+    oracle = _oracle(program, runs[0][0].data_rank[1])
     compiled = bool(program.compiled)
     scale = max(rounding(name, program.precision, compiled=compiled) for name in strategies_of(program))
     bounds = {kind: bound * scale for kind, bound in BOUNDS.items()}
@@ -289,8 +289,8 @@ def _sensitivity(program: Program, runs: Sequence[Sequence[Trace]]) -> dict[tupl
     """Measure how far each value moves when weights and gradients are moved by rounding."""
     generator = torch.Generator().manual_seed(program.seed)
     ranks = runs[0][0].data_rank[1]
-    plain = Oracle(program, ranks, _exchanges(program))
-    jittered = [Oracle(program, ranks, _exchanges(program)) for _ in range(_JITTERED)]
+    plain = _oracle(program, ranks)
+    jittered = [_oracle(program, ranks) for _ in range(_JITTERED)]
     sensitivity: dict[tuple[int, str], float] = {}
     for steps in zip(*[_truths(program, each, runs) for each in (plain, *jittered)], strict=True):
         (at, traces, truths), *others = steps
@@ -309,6 +309,14 @@ def _sensitivity(program: Program, runs: Sequence[Sequence[Trace]]) -> dict[tupl
 
 def _name(program: Program, at: int) -> str:
     return type(program.operations[at]).__name__ if 0 <= at < len(program.operations) else "setup"
+
+
+def _oracle(program: Program, ranks: int) -> Oracle:
+    """Build the oracle of a program, up to its first operation."""
+    oracle = Oracle(program, ranks, _exchanges(program))
+    if program.warmed:
+        oracle.play(first_backward(program))
+    return oracle
 
 
 def _exchanges(program: Program) -> dict[str, bool]:

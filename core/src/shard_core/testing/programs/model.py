@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -241,3 +241,10 @@ def evaluate(strategy: Strategy, model: nn.Module, key: int, samples: int, batch
         outputs = [strategy.gather_for_metrics(tensors_of(model(Batch(*each)))[0]) for each in loader]
     model.train()
     return torch.cat(outputs)
+
+
+def interleaved(shown: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Take each sample's output from the data rank that a distributed sampler gives it to."""
+    outputs = [each["outputs"] for each in shown]
+    rows = range(len(outputs[0]))
+    return {"outputs": torch.stack([outputs[row % len(outputs)][row] for row in rows])}

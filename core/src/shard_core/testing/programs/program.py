@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_core.errors import InvalidOption
-from shard_core.testing.programs.operations import Fail, Switch
+from shard_core.testing.programs.operations import Backward, Fail, Switch
 from shard_core.testing.programs.records import checked, operation_from, record_of
 from shard_core.testing.programs.settings import TAKES
 
@@ -68,6 +68,7 @@ class Program:
         models: Its models.
         optimizers: Its optimizers.
         late: Whether optimizers are made after setup.
+        warmed: Whether a backward comes before its optimizer that is made late is set up, too.
         averaged: Whether the first model has an exponential moving average.
         apart: Whether each rank draws other weights for its models, so that setup has to give all those of rank 0.
         wrapped: Whether its models' parts are made units by hand, where a strategy has such.
@@ -84,6 +85,7 @@ class Program:
     models: tuple[ModelSpec, ...]
     optimizers: tuple[OptimizerSpec, ...]
     late: bool = False
+    warmed: bool = False
     averaged: bool = False
     apart: bool = False
     wrapped: bool = False
@@ -133,6 +135,11 @@ def segments(program: Program) -> list[Segment]:
         if isinstance(each, Switch) and each.world_size
     ]
     return [Segment(-1, program.strategy, program.world_size), *switches]
+
+
+def first_backward(program: Program) -> Backward:
+    """Return the backward that comes before an optimizer is set up, where one does."""
+    return Backward(key=program.seed, rows=tuple(2 + rank % 2 for rank in range(program.world_size)), denominator=True)
 
 
 def share_of(program: Program, spec: OptimizerSpec) -> int | str | None:

@@ -28,7 +28,9 @@ _PLAIN: dict[str, Any] = {
     "kind": "sgd",
 }
 #: What a program sets up.
-_PLAIN_FRAME: dict[str, Any] = {"begins": "", "late": False, "apart": False, "wrapped": False, "averaged": False}
+_PLAIN_FRAME: dict[str, Any] = {
+    "begins": "", "warmed": False, "late": False, "apart": False, "wrapped": False, "averaged": False
+}  # fmt: skip
 #: What a backward does.
 _PLAIN_BACKWARD: dict[str, Any] = {
     "how": "plain",

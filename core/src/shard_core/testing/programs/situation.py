@@ -101,6 +101,8 @@ class Situation:
         self._away = _has(program, "param_persistence_threshold")
         self._ignores = _has(program, "ignored")
         self._modules = [_Module() for _ in program.models]
+        if program.warmed:
+            self._modules[0].denominator = True
         self._unfinished = False  # an exception has ended a backward past the strategy
 
     def allows(self, operation: Operation) -> bool:

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.model import Batch, Interruption, batch, contrast_of, fed_back, loss_of, tensors_of
-from shard_core.testing.programs.plain.plain_run import Count, PlainRun, Values, interleaved
+from shard_core.testing.programs.model import (
+    Batch,
+    Interruption,
+    batch,
+    contrast_of,
+    fed_back,
+    interleaved,
+    loss_of,
+    tensors_of,
+)
+from shard_core.testing.programs.plain.plain_run import Count, PlainRun, Values
 from shard_core.testing.programs.plain.precisions import input_dtype
 from shard_core.testing.programs.program import everything
 
@@ -385,11 +394,3 @@ class Oracle(PlainRun):
             outputs = tensors_of(self._run(operation.module, batch(operation.key, 0, operation.samples), rank))[0]
         model.train()
         return {"outputs": outputs}
-
-    def _reduced(self, operation: ops.Reduce) -> Values:
-        numbers = torch.stack([batch(operation.key, rank, 2).inputs for rank in self._ranks])
-        if operation.how == "dict":
-            return {"reduced": numbers.mean(0) + sum(self._ranks) / len(self._ranks)}
-        whole = {"gather": numbers, "mean": numbers.mean(0), "sum": numbers.sum(0), "max": numbers.amax(0)}
-        tracked = {"tracked": False} if operation.how == "gather" else {}
-        return {"reduced": whole[operation.how], **tracked}

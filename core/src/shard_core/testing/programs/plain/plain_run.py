@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shard_core.testing.programs import operations as ops
-from shard_core.testing.programs.model import Batch, Model, parameters_of
+from shard_core.testing.programs.model import Batch, Model, batch, parameters_of
 from shard_core.testing.programs.parts import WRITING
 from shard_core.testing.programs.parts.dropout import MASKS
 from shard_core.testing.programs.plain.precisions import PlainPrecision, input_dtype
@@ -310,6 +310,14 @@ class PlainRun:
             torch.manual_seed(seed if rank == 0 else int.from_bytes(digest, "little") >> 1)
             self.generators.append(torch.get_rng_state())
 
+    def _reduced(self, operation: ops.Reduce) -> Values:
+        numbers = torch.stack([batch(operation.key, rank, 2).inputs for rank in self._ranks])
+        if operation.how == "dict":
+            return {"reduced": numbers.mean(0) + sum(self._ranks) / len(self._ranks)}
+        whole = {"gather": numbers, "mean": numbers.mean(0), "sum": numbers.sum(0), "max": numbers.amax(0)}
+        tracked = {"tracked": False} if operation.how == "gather" else {}
+        return {"reduced": whole[operation.how], **tracked}
+
     def _snapshot(self, *, frozen: bool = True) -> Any:
         """Copy all that is saved; without what no step could have trained, if so asked."""
         for number, buffers in enumerate(self._buffers[0]):
@@ -387,10 +395,3 @@ def _frozen(model: Model) -> set[str]:
 
 def _buffers(model: Model) -> dict[str, torch.Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def interleaved(shown: Sequence[Values]) -> Values:
-    """Take each sample's output from the data rank that a distributed sampler gives it to."""
-    outputs = [each["outputs"] for each in shown]
-    rows = range(len(outputs[0]))
-    return {"outputs": torch.stack([outputs[row % len(outputs)][row] for row in rows])}

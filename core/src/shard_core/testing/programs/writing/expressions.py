@@ -40,9 +40,10 @@ def made_before(program: Program) -> list[str]:
     return ["with torch.random.fork_rng():", f"    {seeded}", f"    {MODULES[0]} = {model_of(program.models[0])}"]
 
 
-def built(program: Program) -> str:
-    """Write the call that builds all that a program trains with, of a model that may be there."""
-    return f"{', '.join(everything(program))} = build(strategy{f', {MODULES[0]}' * is_made_before(program)})"
+def built(program: Program, *, first: bool = False) -> str:
+    """Write the call that builds all that a program trains with, of a model that may be there, perhaps ``first``."""
+    given = f"strategy{f', {MODULES[0]}' * is_made_before(program)}{', first=True' * first}"
+    return f"{', '.join(everything(program))} = build({given})"
 
 
 def strategy_of(program: Program, name: str) -> str:

@@ -12,6 +12,7 @@ from shard_core.testing.programs.program import (
     SCHEDULERS,
     STUBBORN,
     everything,
+    first_backward,
     segments,
     share_of,
 )
@@ -20,7 +21,7 @@ from shard_core.testing.programs.writing.expressions import built, made_before, 
 from shard_core.testing.programs.writing.statements import statements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from shard_core.testing.programs.program import OptimizerSpec, Program
 
@@ -101,7 +102,7 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
 
 def _build(program: Program) -> Iterator[str]:
     made = is_made_before(program)
-    yield f"def build(strategy{f', {MODULES[0]}' * made}):"
+    yield f"def build(strategy{f', {MODULES[0]}' * made}{', first=False' * program.warmed}):"
     yield f"    strategy.seed_everything({program.seed})"
     yield from () if made else _models(program)
     compiling = [f"    {_COMPILED[program.compiled].format(name=name)}" for name in _names(program) if program.compiled]
@@ -118,9 +119,7 @@ def _build(program: Program) -> Iterator[str]:
             names = ", ".join(own) + "," * (len(own) == 1)
             yield f"    {name}, ({names}) = strategy.setup_module_and_optimizers({name}, [{', '.join(own)}])"
     if program.late:
-        yield from optimizers
-        for name, _ in _optimizers(program):
-            yield f"    {name} = strategy.setup_optimizer({name})"
+        yield from _late(program, optimizers)
     if program.compiled == "after":
         yield from compiling
     for name, (optimizer, spec) in zip(SCHEDULERS, _optimizers(program), strict=False):
@@ -131,6 +130,17 @@ def _build(program: Program) -> Iterator[str]:
     if STUBBORN in everything(program):
         yield f"    {STUBBORN} = Stubborn()"
     yield f"    return {', '.join(everything(program))}"
+
+
+def _late(program: Program, optimizers: Sequence[str]) -> Iterator[str]:
+    """Write what makes optimizers and sets them up after their modules, once after a backward; not after a switch."""
+    if program.warmed:
+        lines, _ = statements(first_backward(program), program, -1, "")
+        yield "    if first:"
+        yield from (f"        {line}" for line in ("rank = strategy.distributed_sampler_kwargs['rank']", *lines))
+    yield from optimizers
+    for name, _ in _optimizers(program):
+        yield f"    {name} = strategy.setup_optimizer({name})"
 
 
 def _models(program: Program) -> Iterator[str]:
@@ -151,7 +161,7 @@ def _main(program: Program) -> Iterator[str]:
     yield f"    strategy = {strategy_of(program, program.strategy)}"
     yield f"    strategy.{program.begins or 'setup_environment()'}"
     yield "    rank = strategy.distributed_sampler_kwargs['rank']"
-    yield f"    {built(program)}"
+    yield f"    {built(program, first=program.warmed)}"
     yield f"    show(-1, **{shown_state(program)})"
     saved = ""
     begins = {each.begin: each.entry for each in segments(program)}
