@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_core.errors import InvalidOption
 from shard_core.testing.programs.operations import Backward, Fail, Switch
-from shard_core.testing.programs.records import checked, operation_from, record_of
 from shard_core.testing.programs.settings import TAKES
+from shard_core.testing.programs.writing.records import checked, operation_from, record_of
 
 if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation

@@ -1,1 +1,1 @@
-"""Writes programs as Python: what their ranks run and what people read."""
+"""Writes programs as Python, which is what their ranks run and what people read, and as JSON."""
