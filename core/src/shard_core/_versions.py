@@ -237,10 +237,10 @@ def shards_and_unsharded(module: object) -> Iterator[tuple[torch.nn.Parameter, t
     return ((each.sharded_param, getattr(each, "_unsharded_param", None)) for each in parameters)
 
 
-def shards_and_local(module: object) -> Iterator[torch.Tensor]:
-    """Iterate over a unit's shards, and what of each is on this rank, past autograd; nothing of other modules."""
+def shard_versions(module: object) -> list[int | None]:
+    """Return how often a unit's shards, and what of each is on this rank, were written to; nothing of other modules."""
     shards = (each.sharded_param for group in _unit_groups(module) for each in group.fsdp_params)
-    return (tensor for shard in shards for tensor in (shard, shard._local_tensor))
+    return [version_of(tensor) for shard in shards for tensor in (shard, shard._local_tensor)]  # past autograd
 
 
 def gathered_for(module: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:

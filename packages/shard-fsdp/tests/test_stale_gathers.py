@@ -33,6 +33,10 @@ def _with_gradients(model: Any, x: torch.Tensor) -> None:
     model(x)
 
 
+def _method_with_gradients(model: Any, x: torch.Tensor) -> None:
+    model.score(x)
+
+
 def _without(context: Callable[[], contextlib.AbstractContextManager[Any]], name: str) -> Any:
     def look(model: Any, x: torch.Tensor) -> None:
         with context():
@@ -43,6 +47,7 @@ def _without(context: Callable[[], contextlib.AbstractContextManager[Any]], name
 
 LOOKS = {
     "forward with gradients": _with_gradients,
+    "a method with gradients": _method_with_gradients,
     "forward": _without(torch.no_grad, "forward"),
     "forward in inference mode": _without(torch.inference_mode, "forward"),
     "a method": _without(torch.no_grad, "score"),
@@ -51,8 +56,16 @@ LOOKS = {
 }
 
 
+def edit(model: nn.Module, optimizer: torch.optim.Optimizer, by_hand: str) -> None:
+    """Change weights by hand: those that the module lists, or those that the optimizer has, or what is their data."""
+    listed = model.parameters() if by_hand == "module" else optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        for parameter in listed:
+            (parameter.data if by_hand == "data" else parameter).mul_(0.9)
+
+
 def losses(
-    strategy: Any, model: Any, optimizer: torch.optim.Optimizer, shares: list[torch.Tensor], look: str, by_hand: bool
+    strategy: Any, model: Any, optimizer: torch.optim.Optimizer, shares: list[torch.Tensor], look: str, by_hand: str
 ) -> list[float]:
     """Train, with a look at the model before weights change: by a step, or by hand as well."""
     found = []
@@ -65,9 +78,7 @@ def losses(
         found.append(loss.item())
         if by_hand:
             LOOKS[look](model, x)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.9)
+            edit(model, optimizer, by_hand)
     return found
 
 
@@ -81,7 +92,7 @@ def batches() -> list[torch.Tensor]:
     return [torch.linspace(-1, number, 16).reshape(4, 4) for number in range(1, 4)]
 
 
-def train(options: dict[str, Any], look: str, by_hand: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(options: dict[str, Any], look: str, by_hand: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     with get_strategy("fsdp", **options) as strategy:
         model, optimizer = build()
         model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
@@ -90,7 +101,7 @@ def train(options: dict[str, Any], look: str, by_hand: bool) -> tuple[list[float
         return found, {name: tensor.clone() for name, tensor in strategy.full_parameters(model)}
 
 
-def plainly(by_hand: bool) -> tuple[Model, list[float]]:
+def plainly(by_hand: str) -> tuple[Model, list[float]]:
     model, optimizer = build()
     found = []
     for x in batches():
@@ -100,18 +111,22 @@ def plainly(by_hand: bool) -> tuple[Model, list[float]]:
         optimizer.zero_grad()
         found.append(loss.item())
         if by_hand:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.9)
+            edit(model, optimizer, by_hand)
     return model, found
 
 
 @pytest.mark.parametrize("options", [{}, {"unit_bytes": 1, "reshard_after_forward": False}], ids=["root", "units"])
 @pytest.mark.parametrize(
-    ("look", "by_hand"), [*((name, False) for name in LOOKS), ("forward", True), ("forward in inference mode", True)]
+    ("look", "by_hand"),
+    [
+        *((name, "") for name in LOOKS),
+        *((name, "module") for name in ("forward", "forward in inference mode")),
+        *((name, "groups") for name in LOOKS),
+        *((name, "data") for name in ("forward", "forward with gradients", "a submodule")),
+    ],
 )
 def test_weights_that_change_after_a_look_are_what_trains(
-    worlds: Any, options: dict[str, Any], look: str, by_hand: bool
+    worlds: Any, options: dict[str, Any], look: str, by_hand: str
 ) -> None:
     plain, expected = plainly(by_hand)
     runs = worlds(2).run(train, options, look, by_hand)

@@ -19,8 +19,10 @@ from shard_core._versions import (
     deferred_shards,
     gathered_for,
     in_backward,
+    is_gathered,
     run_unit_hooks,
     running_backward,
+    shard_versions,
     tree_leaves,
 )
 from shard_core.forward_calls import RunningCall, is_being_called, leave_alone, without_inference_mode
@@ -61,7 +63,9 @@ class EntryMethods:
     compiled is not watched inside.
 
     A forward of the module without gradients leaves nothing gathered: no backward would free it, and what is changed
-    by hand afterwards, in what is gathered, would be missing from the shards. A method goes on with what is gathered.
+    by hand afterwards, in what is gathered, would be missing from the shards. What one with gradients leaves is freed
+    by the next call, should no backward come before: shards may have been changed since. A method goes on with what
+    methods have gathered, unless torch counts that a shard was written to; it counts no write through ``.data``.
 
     Args:
         module: A module that was sharded.
@@ -98,6 +102,8 @@ class EntryMethods:
         self._contexts = contextlib.ExitStack()
         self._started = self._compiled_runs = False
         self._stale = False
+        self._left: dict[torch.nn.Module, list[int | None]] = {}
+        self._left_by_forward = False
         self._assigned = AssignedData(module)
         self._placed = ReplacementCheck(module)
         self._output: Any = None
@@ -139,10 +145,11 @@ class EntryMethods:
 
     def _announce_unwatched(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Announce a backward through what was compiled, inside of which no call is watched from its begin."""
-        del module, args
+        del args
         self._compiled_runs = False
         if self._inside is None and not in_backward():
             self._announce_backward(Shown.of(output))
+            self._note_left(module)
 
     def send_left(self) -> None:
         """Send gradients that a backward has left with units, having come past what they returned."""
@@ -175,7 +182,7 @@ class EntryMethods:
     def _begin_compiled(self) -> None:
         self.end_unfinished()
         self._compiled_runs, self._uneven.compares = True, False
-        self._free_stale()
+        self._free_stale(self._module)
 
     def _enter(self, part: torch.nn.Module, args: Any) -> None:
         del args
@@ -197,7 +204,7 @@ class EntryMethods:
             return
         self._uneven.begin(part)
         self._before_forward()
-        stale = self._free_stale()
+        stale = self._free_stale(part)
         leave = part.register_forward_hook(self._leave, always_call=True)
         self._inside = _OutermostCall(part, leave, RunningCall())
         if part is self._module:
@@ -217,10 +224,21 @@ class EntryMethods:
         cast("FSDPModule", unit).unshard()
         self._writes.begin(unit, part)
 
-    def _free_stale(self) -> bool:
+    def _note_left(self, part: torch.nn.Module) -> None:
+        """Note what a call leaves gathered: its own unit at most and the root's, unless it is the whole forward."""
+        self._left_by_forward = part is self._module
+        units = [self._module, self._unit_of[part][0]]
+        if self._left_by_forward:
+            units = cast("list[torch.nn.Module]", sharded_parts(part))
+        self._left.update({each: shard_versions(each) for each in units if is_gathered(each)})
+
+    def _free_stale(self, part: torch.nn.Module) -> bool:
         """Free what is gathered if shards may have changed since; return whether that was so."""
         self._placed.check(self._stand_ins)
-        stale, self._stale = self._stale or self._assigned.pending, False
+        left, self._left = self._left, {}
+        anew = self._left_by_forward or part is self._module
+        changed = any(is_gathered(each) and (anew or shard_versions(each) != left[each]) for each in left)
+        stale, self._stale = self._stale or self._assigned.pending or changed, False
         if stale:
             reshard(self._module)
         if self._assigned.pending:
@@ -258,6 +276,8 @@ class EntryMethods:
                 self._end_failed()
             elif part is self._module and not torch.is_grad_enabled():
                 reshard(part)
+            else:
+                self._note_left(part)
 
     def _end(self, outermost: _OutermostCall) -> None:
         outermost.leave.remove()

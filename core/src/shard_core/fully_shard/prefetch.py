@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shard_core._versions import in_backward, is_gathered, shards_and_local, version_of
+from shard_core._versions import in_backward, is_gathered, shard_versions
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.entry_methods import PASS_ON
 
@@ -102,4 +102,4 @@ def _changes(part: object) -> list[int | None]:
 
     Assigned data has a count of its own on each rank, which may be that of before.
     """
-    return [AssignedData.count(), *map(version_of, shards_and_local(part))]
+    return [AssignedData.count(), *shard_versions(part)]

@@ -98,6 +98,19 @@ def test_units_made_by_hand_have_complex_parameters_more_often():
     assert sum(turned[True]) / len(turned[True]) > 2 * sum(turned[False]) / len(turned[False])
 
 
+def test_changes_that_engines_cannot_see_are_illegal():
+    method, edit = ops.Forward(key=1, how="method"), ops.EditWeights(which=0, factor=0.9, how="groups' data")
+    trained = BACKWARD
+    assert legal(dataclasses.replace(PLAIN, operations=(method, trained, edit)))
+    assert legal(dataclasses.replace(PLAIN, operations=(method, dataclasses.replace(edit, how="groups"))))
+    assert not legal(dataclasses.replace(PLAIN, operations=(method, edit)))
+    clamped = dataclasses.replace(PLAIN, models=(ModelSpec(parts=("linear", "clamped")),))
+    stopped, edit = ops.Forward(key=1, how="failed"), ops.EditWeights(which=0, factor=0.9, how="in place")
+    assert legal(dataclasses.replace(clamped, operations=(stopped, edit)))
+    assert not legal(dataclasses.replace(clamped, operations=(stopped, edit), compiled="after"))
+    assert not legal(dataclasses.replace(clamped, operations=(stopped, dataclasses.replace(edit, how="groups"))))
+
+
 def test_what_a_gradient_scaler_forbids_is_illegal():
     for operations in (
         (ops.Closure(key=1, rows=(2, 2)),),

@@ -159,6 +159,9 @@ LEFT_OUT = (
     "where its average is evaluated, and in bf16-true",
     "a part that writes in forward through a parameter's data, which torch does not count: fsdp looks for that in the "
     "first forward of each part, and xla_fsdp never, as their pages say, for which none assigns other data either",
+    "what optimizers hold changed through its data after a method that no backward has followed, which torch counts "
+    "nowhere; and weights changed after an exception has ended a forward that writes to them, unless a module that is "
+    "not compiled was asked for its parameters: fsdp's page says so",
     "values drawn anew by torch.nn.init in bf16-true, whose dtype is the engine's, on devices other than the CPU, and "
     "of models whose parameters are not laid out by rows: torch draws in the order of memory, which engines set",
     "gradients changed by a function of lists where some have no elements, or are of parameters that fsdp keeps whole: "

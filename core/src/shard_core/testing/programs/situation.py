@@ -25,6 +25,9 @@ MEANS = ("contrastive", "penalty", "by hand", "squares")
 _FINISHING = (ops.Step, ops.ClipNorm, ops.ClipValue, ops.EditGradients, ops.ShowGradients)
 """What ends a step, and is refused where a backward past the strategy was ended by an exception."""
 
+_LEAVING = ("method", "failed", "failed evaluation", "interrupted", "interrupted by hand")
+"""Forwards that may leave weights gathered to the next call, or to the next time that parameters are listed."""
+
 
 @dataclasses.dataclass
 class _Module:
@@ -104,6 +107,7 @@ class Situation:
         if program.warmed:
             self._modules[0].denominator = True
         self._unfinished = False  # an exception has ended a backward past the strategy
+        self._called: frozenset[int] = frozenset()
 
     def allows(self, operation: Operation) -> bool:
         """Check whether plain PyTorch, with what the contract adds to it, allows an operation now."""
@@ -224,13 +228,23 @@ class Situation:
             case ops.Load(how=how):
                 waiting = how == "modules" or any(each.denominator is not None for each in self._modules)
                 known = not (self._scaled and waiting)
-            case ops.EditWeights(how=how) if self._away and how != "in place":
-                known = how != "data" and set(FROZEN).isdisjoint(self._program.models[number].parts)
+            case ops.EditWeights(how=how):
+                known = self._counts_change(how, number)
             case ops.LoadStateDict():
                 known = self._program.compiled != "before"
             case _:
                 known = True
         return known
+
+    def _counts_change(self, how: str, number: int) -> bool:
+        """Check whether engines can see weights change in some way."""
+        parts = self._program.models[number].parts
+        if number in self._called:
+            written = not set(WRITING).isdisjoint(parts)
+            listed = how in ("in place", "data") and not (written and self._program.compiled)
+            if not (listed or (how == "groups" and not written)):
+                return False
+        return not self._away or how == "in place" or (how != "data" and set(FROZEN).isdisjoint(parts))
 
     def _is_odd(self, number: int) -> bool:
         """Check whether optimizers have state of other shapes than a module's parameters, or these are away."""
@@ -302,6 +316,7 @@ class Situation:
         self._files.follow(operation, number, self._added)
         self._unfinished = _is_unfinished(operation, before=self._unfinished)
         _end_waits(self._modules, operation)
+        self._called = _called(operation, number, before=self._called)
         if isinstance(operation, ops.Switch):
             self.strategy, self.world_size = operation.strategy, operation.world_size or self.world_size
         match operation:
@@ -350,6 +365,13 @@ def _is_unfinished(operation: Operation, *, before: bool) -> bool:
     if isinstance(operation, ops.Backward | ops.Closure | ops.Switch):
         return False
     return before or isinstance(operation, ops.Attempt) or getattr(operation, "how", "") == "interrupted by hand"
+
+
+def _called(operation: Operation, number: int, *, before: frozenset[int]) -> frozenset[int]:
+    """Find of which modules, after an operation, a method ran or a forward stopped, and no backward came since."""
+    if isinstance(operation, ops.Backward):
+        return before - set(_reached(operation))
+    return before | {number} if isinstance(operation, ops.Forward) and operation.how in _LEAVING else before
 
 
 def _reached(operation: ops.Backward) -> list[int]:
