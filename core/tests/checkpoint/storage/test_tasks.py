@@ -57,10 +57,12 @@ def test_a_long_file_is_on_its_way_before_its_end_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int | None
 ) -> None:
     lengths: list[int] = []
+    on_its_way = threading.Event()
     fsync = os.fsync
 
     def watched(descriptor: int) -> None:
         lengths.append(os.fstat(descriptor).st_size)
+        on_its_way.set()
         if len(lengths) == failing:
             raise OSError(errno.EIO, "the disk is broken")  # as disks do: once, and to one caller
         fsync(descriptor)
@@ -68,8 +70,10 @@ def test_a_long_file_is_on_its_way_before_its_end_is_written(
     monkeypatch.setattr(os, "fsync", watched)
     block = memoryview(bytes(1 << 22))
     with LocalFolder(tmp_path).create("long", 12 * len(block)) as file:
-        for _ in range(12):
+        for _ in range(11):
             file.write(block)
+        assert on_its_way.wait(60), "on a busy machine a thread may begin late"
+        file.write(block)
         if failing is None:
             file.finish()
         else:
