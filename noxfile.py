@@ -20,6 +20,7 @@ ENVIRONMENTS = ROOT / ".nox"
 WHEELS = ROOT / "dist"
 CONFORMANCE = Path("tests", "test_conformance.py")
 PROGRAMS = "integration_tests/test_programs.py"
+KIT = ("core/src/shard_core/testing", "core/tests/testing", f"core/{CONFORMANCE}")
 ON_EACH_TORCH = ("collectives/test_process_group.py", "precision", "strategies", "strategy")
 MINIMUM_PYTHON = (3, 11)
 TOOLS = (
@@ -140,8 +141,8 @@ def test(session: nox.Session) -> None:
     """Run all the sessions below, a few at a time, go on after a failure, and sum up at the end."""
     # The long ones first, so that none of them is left over at the end; builds share a folder.
     kinds = {kind: [f"{kind}({dist})" for dist in DISTRIBUTIONS] for kind in ("tests_and_conformance", "build")}
-    core, *backends = kinds["tests_and_conformance"]
-    each = [[core], ["integration"], ["programs"], *([name] for name in reversed(backends))]
+    _, *backends = kinds["tests_and_conformance"]
+    each = [[name] for name in ("core", "kit", "integration", "programs", *reversed(backends))]
     run_all(session, [*each, kinds["build"], ["lint", "types", "layers"], ["docs"]])
 
 
@@ -170,6 +171,19 @@ def tests_and_conformance(session: nox.Session, dist: str) -> None:
     """Run both in one process, whose ranks import an engine once; options after -- go to pytest."""
     folder = DISTRIBUTIONS[dist]
     run(session, environment_of(dist), "pytest", SLOWEST, f"{folder / 'src'}", f"{folder / 'tests'}", *session.posargs)
+
+
+@nox.session
+def core(session: nox.Session) -> None:
+    """Run core's tests but for those of the conformance kit; options after -- go to pytest."""
+    places = ("core/src", "core/tests", *(f"--ignore={place}" for place in KIT))
+    run(session, "main", "pytest", SLOWEST, *places, *session.posargs)
+
+
+@nox.session
+def kit(session: nox.Session) -> None:
+    """Run the tests of the conformance kit, and core's own conformance; options after -- go to pytest."""
+    run(session, "main", "pytest", SLOWEST, *KIT, *session.posargs)
 
 
 @nox.session
