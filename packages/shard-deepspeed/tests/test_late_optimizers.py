@@ -30,11 +30,18 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def train_late(kind: str, threshold: int, stage: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def make(frozen: bool) -> Any:
+    model = models.make("plain")
+    for parameter in list(model.parameters())[:2] if frozen else ():
+        parameter.requires_grad_(False)
+    return model
+
+
+def train_late(kind: str, threshold: int, stage: int, frozen: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     options: dict[str, Any] = {"param_persistence_threshold": threshold} if stage == 3 else {}
     with get_strategy("deepspeed", stage=stage, **options) as strategy:
         torch.manual_seed(0)
-        model = strategy.setup_module(models.make("plain"))
+        model = strategy.setup_module(make(frozen))
         with whole(model, away=not threshold and kind != "adagrad"):
             optimizer = strategy.setup_optimizer(_KINDS[kind](model))
         for batch in models.batches("plain", _STEPS, _BATCH):
@@ -52,11 +59,13 @@ def whole(model: Any, *, away: bool) -> contextlib.AbstractContextManager[Any]:
     return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(("kind", "frozen"), [*((kind, False) for kind in _KINDS), ("adagrad", True)])
 @pytest.mark.parametrize(("stage", "threshold"), [(3, 0), (3, 100_000), (2, 100_000)])
-def test_a_late_optimizer_trains_as_an_early_one(worlds: Any, kind: str, threshold: int, stage: int) -> None:
+def test_a_late_optimizer_trains_as_an_early_one(
+    worlds: Any, kind: str, threshold: int, stage: int, frozen: bool
+) -> None:
     torch.manual_seed(0)
-    plain = models.make("plain")
+    plain = make(frozen)
     optimizer = _KINDS[kind](plain)
     for batch in models.batches("plain", _STEPS, _BATCH):
         plain(*batch).backward()
@@ -64,7 +73,7 @@ def test_a_late_optimizer_trains_as_an_early_one(worlds: Any, kind: str, thresho
         optimizer.zero_grad()
     names = [name for name, _ in plain.named_parameters()]
     held = [each for group in optimizer.param_groups for each in group["params"]]
-    answers = worlds(2).run(train_late, kind, threshold, stage)
+    answers = worlds(2).run(train_late, kind, threshold, stage, frozen)
     for weights, _ in answers:
         oracle.assert_same_weights(weights, plain.state_dict(), 1e-5)
     for name, parameter in plain.named_parameters():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shard_core import SetupError
+from shard_deepspeed import _versions
 
 
 def late_state(
@@ -15,18 +16,20 @@ def late_state(
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """Compute an optimizer's first state over parts, where it has made it of parameters with nothing in them.
 
+    What is frozen has no part; its state is whole, as that of an optimizer made before setup.
+
     Args:
         optimizer: Over a module's parameters; it is left as it is.
         parts: This rank's, by the ids of the parameters.
 
     Returns:
-        State by part.
+        State by part, or by frozen parameter.
 
     Raises:
         SetupError: If there is such state, and the optimizer may depend on more than the settings of its groups.
     """
-    emptied = {id(each): slot for each, slots in optimizer.state.items() for slot in _without_values(slots)}
-    emptied = {key: slot for key, slot in emptied.items() if key in parts}
+    emptied = {each: slot for each, slots in optimizer.state.items() for slot in _without_values(slots)}
+    emptied = {each: slot for each, slot in emptied.items() if id(each) in parts or _is_emptied(each)}
     if not emptied:
         return {}
     kind: Any = type(optimizer)
@@ -36,11 +39,17 @@ def late_state(
             "stage 3 has spread over ranks, and there is nothing in it; make the optimizer before setup and give both "
             "to setup_module_and_optimizers()."
         )
+    instead = {each: parts.get(id(each), each.new_empty(_versions.full_shape(each))) for each in emptied}
     groups = [
-        {**group, "params": [parts.get(id(each), each) for each in group["params"]]} for group in optimizer.param_groups
+        {**group, "params": [instead.get(each, parts.get(id(each), each)) for each in group["params"]]}
+        for group in optimizer.param_groups
     ]
     anew = kind(groups, **optimizer.defaults)
-    return {parts[key]: anew.state[parts[key]] for key in emptied}
+    return {parts.get(id(each), each): anew.state[stand_in] for each, stand_in in instead.items()}
+
+
+def _is_emptied(parameter: torch.Tensor) -> bool:
+    return not parameter.numel() and parameter.shape != _versions.full_shape(parameter)
 
 
 def _without_values(slots: Mapping[str, Any]) -> list[str]:
