@@ -25,6 +25,20 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
 def test_common_optimizers_work_element_by_element(kind: Any, fused_or_not: dict[str, bool]) -> None:
     assert why_not_elementwise(kind(nn.Linear(2, 2).parameters(), **fused_or_not), CPU) is None
+    assert why_not_elementwise(unknown(kind)(nn.Linear(2, 2).parameters(), **fused_or_not), CPU) is None
+
+
+def unknown(kind: Any) -> Any:
+    """Derive a class from a known one: it does the same, and is tried in all steps."""
+    return type("Derived", (kind,), {})
+
+
+@pytest.mark.parametrize(
+    "kind", [optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop]
+)
+def test_so_do_the_less_common(kind: Any) -> None:
+    assert why_not_elementwise(kind(nn.Linear(2, 2).parameters()), CPU) is None
+    assert why_not_elementwise(unknown(kind)(nn.Linear(2, 2).parameters()), CPU) is None
 
 
 @pytest.mark.parametrize("kind", KNOWN)
@@ -35,8 +49,7 @@ def test_what_is_known_to_does_in_all_steps_of_the_trial(kind: Any, monkeypatch:
     parameters = list(nn.Linear(2, 2).parameters())
     assert why_not_elementwise(kind(parameters, lr=0.0123), CPU) is None
     few = len(steps)
-    # A class derived from it is not known, and does the same.
-    assert why_not_elementwise(type("Derived", (kind,), {})(parameters, lr=0.0123), CPU) is None
+    assert why_not_elementwise(unknown(kind)(parameters, lr=0.0123), CPU) is None
     assert len(steps) - few == 6 * few > 0
 
 
@@ -265,7 +278,7 @@ def test_what_needs_whole_matrices_or_cannot_be_tried_is_told(make: Callable[[An
         {"lr": 1e-9},
     ],
 )
-@pytest.mark.parametrize("kind", [optim.SGD, SaysWhen])
+@pytest.mark.parametrize("kind", [optim.SGD, unknown(optim.SGD), SaysWhen])
 def test_settings_change_nothing_about_it(kind: Any, settings: dict[str, Any]) -> None:
     assert why_not_elementwise(kind(nn.Linear(2, 2).parameters(), **settings), CPU) is None
 
@@ -276,7 +289,8 @@ def test_settings_change_nothing_about_it(kind: Any, settings: dict[str, Any]) -
     [{"amsgrad": True}, {"lr": torch.tensor(0.1)}, {"weight_decay": 0.1}, {"lr": 123.0, "weight_decay": 123.0}],
 )
 def test_so_do_those_of_adam(settings: dict[str, Any]) -> None:
-    assert why_not_elementwise(optim.AdamW(nn.Linear(2, 2).parameters(), **settings), CPU) is None
+    for kind in (optim.AdamW, unknown(optim.AdamW)):
+        assert why_not_elementwise(kind(nn.Linear(2, 2).parameters(), **settings), CPU) is None
 
 
 def test_what_looks_at_more_dims_is_tried_on_them() -> None:
