@@ -39,13 +39,14 @@ def late_state(
             "stage 3 has spread over ranks, and there is nothing in it; make the optimizer before setup and give both "
             "to setup_module_and_optimizers()."
         )
-    instead = {each: parts.get(id(each), each.new_empty(_versions.full_shape(each))) for each in emptied}
+    frozen = {id(each): each.new_empty(_versions.full_shape(each)) for each in emptied if id(each) not in parts}
+    instead = {**parts, **frozen}
     groups = [
-        {**group, "params": [instead.get(each, parts.get(id(each), each)) for each in group["params"]]}
+        {**group, "params": [instead.get(id(each), each) for each in group["params"]]}
         for group in optimizer.param_groups
     ]
     anew = kind(groups, **optimizer.defaults)
-    return {parts.get(id(each), each): anew.state[stand_in] for each, stand_in in instead.items()}
+    return {parts.get(id(each), each): anew.state[instead[id(each)]] for each in emptied}
 
 
 def _is_emptied(parameter: torch.Tensor) -> bool:
