@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import collections
+import enum
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from fixtures.single_rank import load, save
@@ -30,6 +32,36 @@ def test_values_come_back_as_they_were(tmp_path):
     found = _round_trip(tmp_path / "checkpoint", values)
     assert found == values
     assert repr(found) == repr(values)
+
+
+class Phase(enum.IntEnum):
+    WARM = 3
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (collections.OrderedDict(a=1), dict),
+        (Phase.WARM, int),
+        (np.float64(0.5), float),
+        (Text("a"), str),
+        (nn.Parameter(torch.ones(2)), torch.Tensor),
+    ],
+)
+def test_what_extends_a_plain_value_comes_back_as_that(tmp_path, value, kind):
+    found = _round_trip(tmp_path / "checkpoint", {"value": value})["value"]
+    assert type(found) is kind
+    assert bool(torch.as_tensor(found == value).all())
+
+
+@pytest.mark.parametrize("value", [collections.namedtuple("Pair", "a b")(1, 2), np.float32(0.5), np.int64(3)])
+def test_what_would_lose_more_is_refused(tmp_path, value):
+    with pytest.raises(CheckpointError, match="'value' is a"):
+        _round_trip(tmp_path / "checkpoint", {"value": value})
 
 
 def test_not_a_number_comes_back(tmp_path):
