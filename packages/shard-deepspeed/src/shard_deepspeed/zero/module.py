@@ -171,8 +171,8 @@ class ZeroModule:
             self._placed.check_dtypes()
         self._check_held()
         self._uneven.begin_backward()
-        if self._layout.lets_go:
-            self.copy_writes()  # of its forward: what it computes again would be without them
+        if self._layout.lets_go or any(self._layout.moved(each.parameter) for each in self._trained.values()):
+            self.copy_writes()  # of its forward: what it computes again, or users write next, would be without them
         self.follow_gradients()
         if any(each.left for each in self._trained.values()):
             self.drop_gradients()
