@@ -142,3 +142,16 @@ def test_what_a_forward_adds_to_a_list_trains(name: str) -> None:
     model(torch.ones(1, 3), losses)
     strategy.backward(losses[0], model)
     assert bool(model.weight.grad.ne(0).all())
+
+
+def test_a_policy_in_one_dtype_may_have_the_loss_scaled_and_the_factor_survives_a_restart() -> None:
+    policy = dataclasses.replace(POLICIES["16-true"], optimizer="float32", scaled=True)
+    precision, again = build_precision(policy), build_precision(policy)
+    assert precision.scaler is not None
+    assert again.scaler is not None
+    assert build_precision("16-true").scaler is None
+    precision.scaler.record(finite=False)
+    again.load_state_dict(precision.state_dict())
+    assert again.scaler.begin_backward() == precision.scaler.begin_backward() == 32768.0
+    again.load_state_dict({})  # of a checkpoint of another precision
+    assert again.scaler.begin_backward() == 32768.0

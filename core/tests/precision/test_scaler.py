@@ -1,7 +1,9 @@
 """The scaler's schedule is torch's, and it changes only between steps."""
 
+import pytest
 import torch
 
+from shard_core import NonFiniteGradient
 from shard_core.precision.scaler import GradientScaler
 
 
@@ -54,3 +56,39 @@ def test_state_survives_a_restart() -> None:
     again.load_state_dict(scaler.state_dict())
     again.record(finite=True)
     assert again.begin_backward() == 16.0
+
+
+def _factors(scaler: GradientScaler, outcomes: str) -> list[float]:
+    """Return the factor after each step: ``o`` stands for an overflow, ``.`` for a clean one."""
+    factors = []
+    for outcome in outcomes:
+        scaler.record(finite=outcome == ".")
+        factors.append(scaler.begin_backward())
+    return factors
+
+
+def test_hysteresis_lets_overflows_pass_until_it_is_used_up_and_growth_fills_it_up_again() -> None:
+    scaler = GradientScaler(factor=16.0, growth_interval=2, hysteresis=2)
+    assert _factors(scaler, "ooo..ooo") == [16.0, 8.0, 4.0, 4.0, 8.0, 8.0, 4.0, 2.0]
+
+
+def test_overflows_that_have_passed_survive_a_restart() -> None:
+    scaler = GradientScaler(factor=16.0, hysteresis=2)
+    assert _factors(scaler, "o") == [16.0]
+    again = GradientScaler(hysteresis=2)
+    again.load_state_dict(scaler.state_dict())
+    assert _factors(again, "o") == [8.0]
+
+
+def test_the_least_factor_is_kept_and_an_overflow_there_is_told() -> None:
+    scaler = GradientScaler(factor=8.0, min_factor=3.0)
+    assert _factors(scaler, "oo") == [4.0, 3.0]
+    with pytest.raises(NonFiniteGradient, match="multiplied by 3, the least factor"):
+        scaler.record(finite=False)
+    scaler.record(finite=True)  # what was refused has not been counted
+    assert scaler.begin_backward() == 3.0
+
+
+def test_a_factor_that_is_fixed_neither_moves_nor_ends_a_run() -> None:
+    scaler = GradientScaler(factor=4.0, growth_factor=1.0, backoff_factor=1.0, growth_interval=1, min_factor=4.0)
+    assert _factors(scaler, "o.oo") == [4.0] * 4

@@ -80,10 +80,11 @@ class Precision(abc.ABC):
     def forward_context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         """Return the context every forward runs in."""
 
-    @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a restart, as JSON values."""
+        """Return what must survive a restart, as JSON values: the gradient scaler's state."""
+        return self.scaler.state_dict() if self.scaler else {}
 
-    @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned; a checkpoint without a gradient scaler leaves it fresh."""
+        if self.scaler and state:
+            self.scaler.load_state_dict(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,12 +54,3 @@ class MixedPrecision(Precision):
     def forward_context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         """Return an autocast context."""
         return torch.autocast(device_type, dtype=dtype_named(self._policy.compute))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state."""
-        return self._scaler.state_dict() if self._scaler else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the scaler's state; a checkpoint without one leaves it fresh."""
-        if self._scaler and state:
-            self._scaler.load_state_dict(state)

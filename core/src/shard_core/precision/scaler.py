@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from shard_core.errors import NonFiniteGradient
+
 _LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which losses are multiplied by the factor."""
 
@@ -25,6 +27,10 @@ class GradientScaler:
         growth_factor: What ``factor`` is multiplied by after enough clean steps.
         backoff_factor: What it is multiplied by after a step with a non-finite gradient.
         growth_interval: How many clean steps in a row are enough.
+        hysteresis: How many overflows it takes until ``factor`` goes down, counted anew whenever it has gone up; 1 is
+            torch's schedule. Between two growths every overflow after the last of them lowers it, as DeepSpeed's
+            ``DynamicLossScaler`` does.
+        min_factor: The least ``factor`` becomes.
 
     Example:
         >>> scaler = GradientScaler(factor=8.0)
@@ -37,7 +43,10 @@ class GradientScaler:
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
+    hysteresis: int = 1
+    min_factor: float = 0.0
     _clean_steps: int = 0
+    _overflows: int = 0
     _outcomes: list[bool] = dataclasses.field(default_factory=list)
 
     def begin_backward(self) -> float:
@@ -52,10 +61,12 @@ class GradientScaler:
                 if self._clean_steps >= self.growth_interval:
                     grown = self.factor * self.growth_factor
                     self.factor = grown if grown <= _LARGEST else self.factor
-                    self._clean_steps = 0
+                    self._clean_steps = self._overflows = 0
             else:
-                self.factor *= self.backoff_factor
+                self._overflows += 1
                 self._clean_steps = 0
+                if self._overflows >= self.hysteresis:
+                    self.factor = max(self.factor * self.backoff_factor, self.min_factor)
             self._outcomes.clear()
         return self.factor
 
@@ -64,16 +75,28 @@ class GradientScaler:
 
         Args:
             finite: Whether all gradients of all ranks were finite; the same on every rank.
+
+        Raises:
+            NonFiniteGradient: If they were not, and the factor would have to go below the least one: every later step
+                would be skipped, too.
         """
+        exhausted = self._overflows + 1 >= self.hysteresis and self.backoff_factor < 1.0
+        if not finite and exhausted and self.factor <= self.min_factor:
+            raise NonFiniteGradient(
+                f"gradients overflow in float16 though losses are multiplied by {self.factor:g}, the least factor "
+                "there is; look at the loss and the learning rate, or take 'bf16-mixed', which needs no factor."
+            )
         self._outcomes.append(finite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor of the next backward and the count of clean steps, and change neither."""
         after = copy.copy(self)
         after._outcomes = list(self._outcomes)
-        return {"factor": after.begin_backward(), "clean_steps": after._clean_steps}
+        state = {"factor": after.begin_backward(), "clean_steps": after._clean_steps}
+        return state if self.hysteresis == 1 else {**state, "overflows": after._overflows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         self.factor, self._clean_steps = float(state["factor"]), int(state["clean_steps"])
+        self._overflows = int(state.get("overflows", 0))
         self._outcomes.clear()

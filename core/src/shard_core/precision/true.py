@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shard_core.precision.dtypes import check_module, convert_input, convert_module, dtype_named
 from shard_core.precision.interface import Precision, PrecisionPolicy
+from shard_core.precision.scaler import GradientScaler
 
 if TYPE_CHECKING:
     import torch
@@ -16,19 +16,27 @@ if TYPE_CHECKING:
 class TruePrecision(Precision):
     """Keeps parameters, buffers, arithmetic and optimizer state in one dtype.
 
-    Inputs are cast along, except in float32, where they come as in plain PyTorch.
+    Inputs are cast along, except in float32, where they come as in plain PyTorch. Where an engine steps float32 copies
+    of float16 parameters, its policy may have the loss scaled.
 
     Args:
         policy: The table of dtypes.
+        scaler: The gradient scaler; None makes one where the policy asks for it.
     """
 
-    def __init__(self, policy: PrecisionPolicy) -> None:
+    def __init__(self, policy: PrecisionPolicy, scaler: GradientScaler | None = None) -> None:
         self._policy = policy
+        self._scaler = scaler or (GradientScaler() if policy.scaled else None)
 
     @property
     def policy(self) -> PrecisionPolicy:
         """The table of dtypes this part keeps."""
         return self._policy
+
+    @property
+    def scaler(self) -> GradientScaler | None:
+        """The gradient scaler, where the policy asks for one."""
+        return self._scaler
 
     @property
     def plain_forward(self) -> bool:
@@ -51,10 +59,3 @@ class TruePrecision(Precision):
         """Return a context that does nothing."""
         del device_type
         return contextlib.nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: there is no state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore nothing: there is no state."""
