@@ -58,6 +58,18 @@ def test_state_survives_a_restart() -> None:
     assert again.begin_backward() == 16.0
 
 
+def test_what_is_saved_between_the_steps_of_two_optimizers_goes_on_as_if_nothing_had_been() -> None:
+    scaler, again = GradientScaler(factor=8.0), GradientScaler()
+    scaler.record(finite=False)
+    state = scaler.state_dict()
+    assert state["factor"] == 4.0, "the next backward's"
+    again.load_state_dict(state)
+    for each in (scaler, again):
+        each.record(finite=False)
+    assert again.begin_backward() == scaler.begin_backward() == 4.0
+    assert again.state_dict() == scaler.state_dict() == {"factor": 4.0, "clean_steps": 0}
+
+
 def _factors(scaler: GradientScaler, outcomes: str) -> list[float]:
     """Return the factor after each step: ``o`` stands for an overflow, ``.`` for a clean one."""
     factors = []

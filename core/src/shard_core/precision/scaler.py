@@ -89,14 +89,23 @@ class GradientScaler:
         self._outcomes.append(finite)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the factor of the next backward and the count of clean steps, and change neither."""
+        """Return the factor of the next backward and the counts behind it, and change neither.
+
+        Between the steps of several optimizers this holds what they were so far, too: ``pending``.
+        """
         after = copy.copy(self)
         after._outcomes = list(self._outcomes)
-        state = {"factor": after.begin_backward(), "clean_steps": after._clean_steps}
-        return state if self.hysteresis == 1 else {**state, "overflows": after._overflows}
+        after.begin_backward()
+        state = after._counts()
+        return {**state, "pending": {**self._counts(), "outcomes": list(self._outcomes)}} if self._outcomes else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
-        self.factor, self._clean_steps = float(state["factor"]), int(state["clean_steps"])
-        self._overflows = int(state.get("overflows", 0))
-        self._outcomes.clear()
+        counts = state.get("pending", state)
+        self.factor, self._clean_steps = float(counts["factor"]), int(counts["clean_steps"])
+        self._overflows = int(counts.get("overflows", 0))
+        self._outcomes = [bool(finite) for finite in counts.get("outcomes", ())]
+
+    def _counts(self) -> dict[str, Any]:
+        counts = {"factor": self.factor, "clean_steps": self._clean_steps}
+        return counts if self.hysteresis == 1 else {**counts, "overflows": self._overflows}

@@ -325,7 +325,7 @@ class PlainRun:
         states = [each.state_dict() for each in self._holders()]
         pairs = zip(self._untrained, self.models, strict=True)
         left_out = [set() if frozen else untrained & _frozen(model) for untrained, model in pairs]
-        return copy.deepcopy((states, left_out, self.generators, self._precision.next_factor()))
+        return copy.deepcopy((states, left_out, self.generators, self._precision.saved()))
 
     def _restore(self, saved: Any, *, modules_alone: bool = False) -> None:
         states, left_out, generators, factor = copy.deepcopy(saved)

@@ -137,9 +137,13 @@ class PlainPrecision:
         """Return what the next loss is multiplied by: after a step that was skipped, half of what it was."""
         return self._factor / 2 if self._overflowed else self._factor
 
-    def restore(self, factor: float) -> None:
-        """Go on with a factor that was saved."""
-        self._factor, self._overflowed = factor, False
+    def saved(self) -> tuple[float, bool]:
+        """Return the factor, and whether a step since the last backward has found it too large."""
+        return self._factor, self._overflowed
+
+    def restore(self, saved: tuple[float, bool]) -> None:
+        """Go on with what was saved."""
+        self._factor, self._overflowed = saved
 
     def fits(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Check that a step may be made: without a factor always, with one if no gradient overflowed."""
