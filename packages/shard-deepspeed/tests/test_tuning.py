@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shard_core import get_strategy
-from shard_deepspeed.config import STAGES
+from shard_deepspeed.config.inert import STAGES
 
 SMALL, LARGE = nn.Linear(3, 3), nn.Linear(1000, 2000)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_core import SetupError
 from shard_deepspeed import _versions
-from shard_deepspeed.config import STAGES
+from shard_deepspeed.config.inert import STAGES
 
 if TYPE_CHECKING:
     from shard_deepspeed.config import DeepSpeedConfig
@@ -45,9 +45,12 @@ def engine_config(config: DeepSpeedConfig, parameter: str = "float32") -> dict[s
     }
     if parameter == "bfloat16":
         ds_config["bf16"] = {"enabled": True}
-        if stage == 3:
-            # Where gradients add up. At stages 1 and 2 parts do that by themselves.
-            ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if parameter == "float16":
+        # The strategy scales losses. Without the section stage 1 finds no finite gradient.
+        ds_config["fp16"] = {"enabled": True, "loss_scale": 1.0}
+    if parameter != "float32" and stage == 3:
+        # Where gradients add up. At stages 1 and 2 parts do that by themselves.
+        ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
     return ds_config
 
 

@@ -9,12 +9,41 @@ from typing import Any
 
 import torch
 
+#: The environment's variable by which tests see float16 parameters on a CPU.
+FLOAT16_ON_CPU = "SHARD_DEEPSPEED_FLOAT16_ON_CPU"
+
 
 def accelerator() -> Any:
     """Return what DeepSpeed, once imported, reaches devices through."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
+
+
+def allow_float16_on_cpu() -> None:
+    """Have DeepSpeed train float16 parameters on a CPU, where tests without a GPU ask for it in the environment.
+
+    Torch computes in float16 on every CPU, slowly; DeepSpeed refuses where there are no instructions for it.
+    """
+    from deepspeed.accelerator import set_accelerator
+
+    if os.environ.get(FLOAT16_ON_CPU) and not accelerator().is_fp16_supported():
+        set_accelerator(_with_float16(accelerator()))
+
+
+def _with_float16(accelerator: Any) -> Any:
+    kind: Any = type(accelerator)
+
+    class WithFloat16(kind):  # type: ignore[misc]  # which class it is depends on the machine
+        """Says that it computes in float16."""
+
+        def is_fp16_supported(self) -> bool:
+            return True
+
+        def supported_dtypes(self) -> list[torch.dtype]:
+            return [*super().supported_dtypes(), torch.float16]
+
+    return WithFloat16()
 
 
 @contextlib.contextmanager

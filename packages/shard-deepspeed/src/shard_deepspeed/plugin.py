@@ -23,20 +23,33 @@ _PROMISES = frozenset(
         Capability.SYNC_GRADS,
         Capability.DENOMINATOR,
         Capability.SEVERAL_MODULES,
+        Capability.FP16,
     }
 )
 _WHOLE_PARAMETERS = _PROMISES | {Capability.ENTRY_METHODS}
 
-#: Parameters in bfloat16 have a copy in float32, which optimizers step; micro-batches add up in float32 too.
-_BFLOAT16 = PrecisionPolicy(
-    name="bf16-true",
-    parameter="bfloat16",
-    compute="bfloat16",
-    reduce="bfloat16",
-    accumulate="float32",
-    optimizer="float32",
-    buffer="bfloat16",
-)
+
+def _over_float32(name: str, dtype: str, *, scaled: bool) -> PrecisionPolicy:
+    """Return a row whose parameters have a copy in float32, which optimizers step; micro-batches add up in it, too."""
+    return PrecisionPolicy(
+        name=name,
+        parameter=dtype,
+        compute=dtype,
+        reduce=dtype,
+        accumulate="float32",
+        optimizer="float32",
+        buffer=dtype,
+        scaled=scaled,
+    )
+
+
+_POLICIES = {
+    policy.name: policy
+    for policy in (
+        _over_float32("bf16-true", "bfloat16", scaled=False),
+        _over_float32("16-true", "float16", scaled=True),
+    )
+}
 
 
 _KNOWN_AS = {
@@ -76,11 +89,11 @@ def _info(name: str, summary: str, capabilities: frozenset[Capability], **preset
         summary=summary,
         factory="shard_deepspeed.strategy:DeepSpeedStrategy",
         capabilities=capabilities,
-        precisions=("32-true", "bf16-mixed", "bf16-true"),
+        precisions=("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"),
         devices=("cpu", "cuda"),
         options=options_of(DeepSpeedConfig),
         presets=presets,
-        policies={_BFLOAT16.name: _BFLOAT16},
+        policies=_POLICIES,
         refused=_REFUSED,
         known_as=_KNOWN_AS if name == "deepspeed" else {},
     )

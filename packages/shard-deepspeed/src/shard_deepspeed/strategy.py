@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -26,9 +27,11 @@ from shard_core.backend import (
 from shard_deepspeed import _versions
 from shard_deepspeed.checkpoint import ZeroState
 from shard_deepspeed.config import DeepSpeedConfig
+from shard_deepspeed.config.inert import inert_options
 from shard_deepspeed.engine_config import check_honoured, engine_config
 from shard_deepspeed.own_device import accelerator, environment, own_device
 from shard_deepspeed.plugin import DEEPSPEED
+from shard_deepspeed.precision import check_float16, scaled_precision
 from shard_deepspeed.tuning import worth_trying
 from shard_deepspeed.zero import UnevenCalls, ZeroModule, fill_frozen, is_trained
 
@@ -36,8 +39,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
 
-    from shard_core.backend import FlatPart, ParameterNames, TrainingState
+    from shard_core.backend import FlatPart, ParameterNames, Precision, TrainingState
 
+log = logging.getLogger(__name__)
 
 #: How torch, or DeepSpeed where nothing else has a gradient of the parameter, refuses one of no elements.
 _READ_OUTSIDE = ("expected shape compatible with", "Cannot reduce scatter gradients whose size is not same")
@@ -68,10 +72,14 @@ class DeepSpeedStrategy(Strategy):
     _zero: dict[torch.nn.Module, ZeroModule]
     _environment: contextlib.ExitStack
 
+    def engine_precision(self, precision: Precision) -> Precision:
+        """Have losses multiplied by the factor that options say, where the precision scales them."""
+        return scaled_precision(self.config, precision, own=precision is self.options.precision)
+
     def engine_check_options(self) -> None:
         """Check that the stage keeps parameters in the precision's dtype."""
         policy, stage = self.precision.policy, self.config.zero_stage
-        honoured = ("float32", "bfloat16") if stage else ("float32",)
+        honoured = ("float32", "bfloat16", "float16") if stage else ("float32",)
         if policy.parameter not in honoured:
             raise UnsupportedPrecision(
                 f"strategy {self.info.name!r} at stage {stage} does not honour precision {policy.name!r}: it keeps "
@@ -79,7 +87,12 @@ class DeepSpeedStrategy(Strategy):
             )
 
     def engine_mesh(self) -> DeviceMesh | None:
-        """Return no mesh: every rank sees its own data."""
+        """Return no mesh: every rank sees its own data; say which options do nothing."""
+        if self.precision.policy.parameter == "float16":
+            check_float16(self.root_device)
+        if self.is_global_zero:
+            for name, reason in inert_options(self.config, scaled=self.precision.scaler is not None).items():
+                log.warning("%s is %r, which does nothing %s.", name, getattr(self.config, name), reason)
         # Made on the rank it serves: what it holds cannot travel there with the strategy.
         self._zero = {}
         self._environment = contextlib.ExitStack()

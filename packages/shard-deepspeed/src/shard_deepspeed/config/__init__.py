@@ -6,6 +6,7 @@ import dataclasses
 
 from shard_core import InvalidOption
 from shard_core.plugins import LayerOptions, option, refuse_other_values
+from shard_deepspeed.config.loss_scale import LossScaleOptions
 from shard_deepspeed.config.unsupported import UnsupportedOptions
 
 _FLAGS = (
@@ -20,11 +21,6 @@ _LATER = {
     "compile": "this backend does not compile yet",
 }
 _COUNTS = {"reduce_bucket_size": 1, "sub_group_size": 1, "param_persistence_threshold": 0}
-#: At which stages DeepSpeed looks at an option; at the others it says nothing and does without.
-STAGES = {
-    **dict.fromkeys(("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size"), (1, 2, 3)),
-    **dict.fromkeys(("sub_group_size", "param_persistence_threshold"), (3,)),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +43,7 @@ class ZeroOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig(UnsupportedOptions, LayerOptions, ZeroOptions):
+class DeepSpeedConfig(UnsupportedOptions, LossScaleOptions, LayerOptions, ZeroOptions):
     """Options of ``deepspeed`` and ``deepspeed_stage_1`` to ``3``.
 
     Raises:
@@ -81,20 +77,9 @@ activations yet: leave it at False.
         if not _is_count(self.logging_level, 0):
             raise InvalidOption(f"logging_level is {self.logging_level!r}; give a level of logging, such as 30.")
         LayerOptions.__post_init__(self)
+        LossScaleOptions.__post_init__(self)
         UnsupportedOptions.__post_init__(self)
         refuse_other_values(self, _LATER)
-        self._refuse_what_does_nothing()
-
-    def _refuse_what_does_nothing(self) -> None:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name, stages in STAGES.items():
-            value = getattr(self, name)
-            if value != defaults[name] and self.zero_stage not in stages:
-                acts = "stage 3 alone" if stages == (3,) else "stages 1, 2 and 3"
-                raise InvalidOption(
-                    f"{name} is {value!r}, which does nothing at stage {self.zero_stage}: it acts at {acts}; leave it "
-                    f"at {defaults[name]!r}, or take another stage."
-                )
         if self.zero_stage == 3 and not self.reduce_scatter and not self.contiguous_gradients:
             raise InvalidOption(
                 "reduce_scatter and contiguous_gradients are False, and at stage 3 gradients are summed on every rank "

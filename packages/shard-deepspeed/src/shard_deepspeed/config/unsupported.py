@@ -41,24 +41,11 @@ class ActivationOptions:
     synchronize_checkpoint_boundary: bool = option(False, "wait for the device at each checkpointed block")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LossScaleOptions:
-    """Options of DeepSpeed's own scaling of float16 losses."""
-
-    loss_scale: float = option(0, "a fixed factor for float16 losses; 0 adapts it")
-    initial_scale_power: int = option(16, "the adaptive factor begins at 2 to this power")
-    loss_scale_window: int = option(1000, "clean steps until the adaptive factor is doubled")
-    hysteresis: int = option(2, "overflows until the adaptive factor is halved")
-    min_loss_scale: int = option(1, "the least the adaptive factor becomes")
-
-
 _MOVES_NOTHING = "this backend does not offload yet"
 _KEEPS_ACTIVATIONS = "this backend does not shard or move activations yet"
-_SCALES_NOTHING = "this backend does not train in float16 yet"
 _REASONS = {
     **dict.fromkeys((field.name for field in dataclasses.fields(OffloadOptions)), _MOVES_NOTHING),
     **dict.fromkeys((field.name for field in dataclasses.fields(ActivationOptions)), _KEEPS_ACTIVATIONS),
-    **dict.fromkeys((field.name for field in dataclasses.fields(LossScaleOptions)), _SCALES_NOTHING),
     "allgather_bucket_size": "DeepSpeed 0.19 gathers what was stepped in one message, and would not look at it",
     "logging_batch_size_per_gpu": "DeepSpeed reports speed in a step of its own, which is not taken here",
     "allgather_partitions": "DeepSpeed 0.19 always gathers, and would not look at it",
@@ -69,7 +56,7 @@ _REASONS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnsupportedOptions(LossScaleOptions, ActivationOptions, OffloadOptions):
+class UnsupportedOptions(ActivationOptions, OffloadOptions):
     """All of them; a value other than the default is refused.
 
     Raises:
