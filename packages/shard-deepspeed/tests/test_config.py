@@ -12,6 +12,7 @@ from torch import nn
 
 from shard_core import InvalidOption, SetupError, UnsupportedPrecision, get_strategy
 from shard_core.plugins import options_of
+from shard_deepspeed._versions import _COORDINATED
 from shard_deepspeed.config import DeepSpeedConfig
 from shard_deepspeed.config.inert import STAGES
 from shard_deepspeed.config.unsupported import UnsupportedOptions
@@ -73,12 +74,19 @@ _OTHER: dict[str, Any] = {
     "reduce_bucket_size": 50,
     "sub_group_size": 50,
     "param_persistence_threshold": 7,
+    "prefetch_bucket_size": 0,
+    "max_live_parameters": 9,
+    "max_reuse_distance": 0,
+    "zero_allow_untested_optimizer": False,
 }
+_READ_BACK = [name for name in STAGES if name != "zero_allow_untested_optimizer"]  # that is looked at here
 
 
 def other_than_default(stage: int) -> dict[str, Any]:
     """Change every option that acts at a stage, but for one that would contradict another."""
-    return {name: _OTHER[name] for name in STAGES if stage in STAGES[name] and (name, stage) != ("reduce_scatter", 3)}
+    return {
+        name: _OTHER[name] for name in _READ_BACK if stage in STAGES[name] and (name, stage) != ("reduce_scatter", 3)
+    }
 
 
 @pytest.mark.parametrize("name", _OTHER)
@@ -113,7 +121,7 @@ def read_back(options: dict[str, Any]) -> list[str]:
     with engine_of(options) as (strategy, engine, _):
         stage = options["stage"]
         found = []
-        for name in ("stage", *(name for name, stages in STAGES.items() if stage in stages)):
+        for name in ("stage", *(name for name in _READ_BACK if stage in STAGES[name])):
             value = (stage + 1) % 4 if name == "stage" else getattr(strategy.config, name)
             wrong = copy.copy(strategy.config)
             contrary = value if name == "stage" else (not value) if isinstance(value, bool) else value + 2
@@ -128,7 +136,7 @@ def read_back(options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("changed", [False, True])
 def test_options_are_read_back_from_the_engine(worlds: Any, stage: int, changed: bool) -> None:
-    expected = ["stage", *(name for name in STAGES if stage in STAGES[name])]
+    expected = ["stage", *(name for name in _READ_BACK if stage in STAGES[name])]
     if stage == 3:
         expected.remove("overlap_comm")  # by a stream of its own, and CPUs have none
     options = other_than_default(stage) if changed else {}
@@ -144,6 +152,9 @@ def change_parts(stage: int) -> list[str]:
         if stage == 3:
             parts["param_persistence_threshold"] = zero.parameter_offload
             attributes["param_persistence_threshold"] = "param_numel_persistence_threshold"
+            for name, theirs in _COORDINATED.items():
+                parts[name] = zero.parameter_offload.get_param_coordinator()
+                attributes[name] = f"_PartitionedParameterCoordinator__{theirs}"
         found = []
         for name, part in parts.items():
             before = getattr(part, attributes[name])
@@ -158,7 +169,7 @@ def change_parts(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_is_read_back_is_what_acts_and_no_echo(worlds: Any, stage: int) -> None:
-    expected = [name for name in STAGES if stage in STAGES[name] and (name, stage) != ("overlap_comm", 3)]
+    expected = [name for name in _READ_BACK if stage in STAGES[name] and (name, stage) != ("overlap_comm", 3)]
     assert worlds(1).run(change_parts, stage) == [expected]
 
 
@@ -180,3 +191,87 @@ def test_sizes_change_what_travels(worlds: Any, stage: int) -> None:
     assert worlds(2).run(messages, {"stage": stage})[0] == usual
     for name in {"reduce_bucket_size", "param_persistence_threshold"} & other_than_default(stage).keys():
         assert worlds(2).run(messages, {"stage": stage, name: _OTHER[name]})[0] != usual, name
+
+
+class Layers(nn.Module):
+    """Equal layers one after another, and what each finds whole of all of them when it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+        self.weights = [layer.weight for layer in self.layers]  # to ask a layer for it would gather it
+        self.whole: list[int] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+            self.whole.append(sum(each.ds_status.name != "NOT_AVAILABLE" for each in self.weights))  # type: ignore[union-attr]
+        return inputs
+
+
+def gathered(options: dict[str, Any]) -> tuple[list[int], int]:
+    """Return how many layers were gathered as each one of a later forward had run, and how often one was gathered."""
+    with get_strategy("deepspeed_stage_3", param_persistence_threshold=0, **options) as strategy:
+        torch.manual_seed(1)
+        module = Layers()
+        model, (optimizer,) = strategy.setup_module_and_optimizers(
+            module, [torch.optim.SGD(module.parameters(), lr=0.1)]
+        )
+        for step in range(4):  # DeepSpeed learns the order of layers in the first ones
+            module.whole.clear()
+            with torch.profiler.profile() as profile:
+                strategy.backward(model(torch.ones(2, 8)).sum(), model)
+            if step < 3:
+                strategy.optimizer_step(optimizer)
+                optimizer.zero_grad()
+        return module.whole, sum("allgather" in event.name for event in profile.events())
+
+
+_LAYER = 64
+
+
+@pytest.mark.parametrize(
+    ("options", "whole", "messages"),
+    [
+        ({}, [0, 0, 0, 0, 0], 10),  # each is gathered for its forward and for its backward
+        ({"prefetch_bucket_size": _LAYER}, [1, 1, 1, 1, 2], 9),
+        ({"prefetch_bucket_size": 4 * _LAYER, "max_live_parameters": _LAYER}, [0, 0, 0, 0, 0], 10),
+        ({"prefetch_bucket_size": 4 * _LAYER, "max_live_parameters": 3 * _LAYER}, [2, 2, 2, 3, 3], 6),
+        ({"max_reuse_distance": _LAYER}, [0, 0, 0, 0, 1], 9),
+        ({"max_reuse_distance": 3 * _LAYER}, [0, 0, 0, 1, 2], 8),
+    ],
+)
+def test_stage_3_gathers_ahead_and_keeps_whole_as_its_options_say(
+    worlds: Any, options: dict[str, Any], whole: list[int], messages: int
+) -> None:
+    one_by_one = {"prefetch_bucket_size": 0, "max_reuse_distance": 0}
+    assert worlds(2).run(gathered, {**one_by_one, **options}) == [(whole, messages)] * 2
+
+
+def refuses_untested(stage: int) -> list[str]:
+    refused = []
+    with get_strategy("deepspeed", stage=stage, zero_allow_untested_optimizer=False) as strategy:
+        for kind in (torch.optim.AdamW, torch.optim.SGD):
+            module = nn.Linear(4, 4)
+            try:
+                strategy.setup_module_and_optimizers(module, [kind(module.parameters(), lr=0.1)])
+            except SetupError as error:
+                refused.append(str(error))
+                assert type(module.weight) is nn.Parameter
+                assert not vars(module.weight), "nothing has begun"
+        late = nn.Linear(4, 4)
+        model = strategy.setup_module(late)
+        try:
+            strategy.setup_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        except SetupError as error:
+            refused.append(str(error))
+    return refused
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_untested_optimizers_are_refused_where_users_want_none(worlds: Any, stage: int) -> None:
+    (refused,) = worlds(1).run(refuses_untested, stage)
+    assert len(refused) == 2
+    for sentence in refused:
+        assert sentence.startswith("SGD is no optimizer that DeepSpeed lists as tested with ZeRO, and zero_allow")
+        assert "AdamW" in sentence

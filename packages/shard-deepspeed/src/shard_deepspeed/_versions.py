@@ -43,8 +43,12 @@ steps, once it was gathered, and what submodules do not let go of. They can go w
 when parameters without elements are gathered without others.
 
 ``parameter_offload``, ``param_numel_persistence_threshold``, ``reduce_and_partition_stream``, ``partition_gradients``,
-``clip_grad`` and, by their options' names, further attributes of the optimizers of stages 1 to 3: with what they act.
-The engine's public methods repeat the configuration. They can go when DeepSpeed exposes what its parts were made with.
+``clip_grad`` and, by their options' names, further attributes of the optimizers of stages 1 to 3, and three of
+``PartitionedParameterCoordinator``: with what they act. The engine's public methods repeat the configuration. They can
+go when DeepSpeed exposes what its parts were made with.
+
+``ZERO_SUPPORTED_OPTIMIZERS``: which optimizers are tested. It can go when there is a public list; the function beside
+it compiles kernels of Muon.
 
 ``ipg_buckets``, ``params_already_reduced``, ``extra_large_param_to_reduce``, ``previous_reduced_grads`` and
 ``_release_ipg_buffers`` of the optimizers: what a backward that an exception has ended was about to send, and what it
@@ -71,11 +75,7 @@ from shard_deepspeed.own_device import accelerator, environment
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Import DeepSpeed for one kind of device, without a word.
-
-    Args:
-        device_type: Where modules run.
-    """
+    """Import DeepSpeed for one kind of device, where modules run, without a word."""
     with environment("DS_ACCELERATOR", device_type):
         import deepspeed
     # DeepSpeed calls what torch 2.13 has renamed, at every step.
@@ -145,19 +145,27 @@ def forget_dead_groups() -> None:
             groups._release_process_group_references()
 
 
-def acting_settings(engine: Any) -> dict[str, Any]:
-    """Return what the engine's parts act with, by our names; what no part has acts nowhere.
+#: What stage 3's coordinator calls options that say what is gathered ahead, and what is kept.
+_COORDINATED = {
+    "prefetch_bucket_size": "prefetch_bucket_sz",
+    "max_live_parameters": "max_n_available_params",
+    "max_reuse_distance": "max_reuse_dist_in_numel",
+}
 
-    Args:
-        engine: DeepSpeed's.
-    """
+
+def tested_optimizers() -> list[type[torch.optim.Optimizer]]:
+    """List the classes that DeepSpeed lists as tested with ZeRO."""
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    return list(ZERO_SUPPORTED_OPTIMIZERS)
+
+
+def acting_settings(engine: Any) -> dict[str, Any]:
+    """Return what DeepSpeed's engine's parts act with, by our names; what no part has acts nowhere."""
     zero = engine.optimizer
     if not hasattr(zero, "reduce_bucket_size"):
-        return {
-            "stage": 0,
-            "gradient clipping": engine.gradient_clipping(),
-            "gradient accumulation": engine.gradient_accumulation_steps(),
-        }
+        clipping, accumulation = engine.gradient_clipping(), engine.gradient_accumulation_steps()
+        return {"stage": 0, "gradient clipping": clipping, "gradient accumulation": accumulation}
     acting = {
         "gradient clipping": zero.clip_grad,
         "gradient accumulation": zero.gradient_accumulation_steps,
@@ -165,11 +173,10 @@ def acting_settings(engine: Any) -> dict[str, Any]:
     }
     if not hasattr(zero, "parameter_offload"):
         return acting | {"stage": 2 if zero.partition_gradients else 1, "overlap_comm": zero.overlap_comm}
-    acting |= {
-        "stage": 3,
-        "sub_group_size": zero.sub_group_size,
-        "param_persistence_threshold": zero.parameter_offload.param_numel_persistence_threshold,
-    }
+    ahead = vars(zero.parameter_offload.get_param_coordinator())
+    kept_whole = zero.parameter_offload.param_numel_persistence_threshold
+    acting |= {"stage": 3, "sub_group_size": zero.sub_group_size, "param_persistence_threshold": kept_whole}
+    acting |= {name: ahead[f"_PartitionedParameterCoordinator__{theirs}"] for name, theirs in _COORDINATED.items()}
     stream = zero.reduce_and_partition_stream
     if stream is not None:  # there are no streams on CPUs, where nothing overlaps
         acting["overlap_comm"] = stream != accelerator().default_stream()
@@ -275,11 +282,7 @@ def add_up(zero: Any) -> None:
 
 @contextlib.contextmanager
 def backwards_uncounted(module: torch.nn.Module) -> Iterator[None]:
-    """Keep a backward at stage 3 from counting: submodules are gathered for as many as there were forwards.
-
-    Args:
-        module: The engine's.
-    """
+    """Keep a backward at stage 3 from counting: an engine's submodules are gathered for as many as were forwards."""
     counts = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
     parts = [vars(part) for part in module.modules()]
     before = [{name: part[name] for name in counts if name in part} for part in parts]

@@ -30,6 +30,9 @@ def engine_config(config: DeepSpeedConfig, parameter: str = "float32") -> dict[s
         "reduce_bucket_size": config.reduce_bucket_size,
         "sub_group_size": config.sub_group_size,
         "stage3_param_persistence_threshold": config.param_persistence_threshold,
+        "stage3_prefetch_bucket_size": config.prefetch_bucket_size,
+        "stage3_max_live_parameters": config.max_live_parameters,
+        "stage3_max_reuse_distance": config.max_reuse_distance,
         # Else torch.nn.functional.linear is exchanged for the whole process.
         "memory_efficient_linear": False,
     }
@@ -39,7 +42,7 @@ def engine_config(config: DeepSpeedConfig, parameter: str = "float32") -> dict[s
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
+        "zero_allow_untested_optimizer": True,  # as for an optimizer of ours; users' are looked at before
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }

@@ -103,6 +103,7 @@ class DeepSpeedStrategy(Strategy):
     ) -> torch.nn.Module:
         """Pass the module's parameters to an engine, and optimizers this rank's partitions of them."""
         _check_real(module)
+        self._check_tested(optimizers)
         prepare_layers(module, self.config)
         module.to(self.root_device)
         make_contiguous(module)
@@ -118,6 +119,20 @@ class DeepSpeedStrategy(Strategy):
         for optimizer in optimizers:
             self.engine_add_optimizer(module, optimizer, names)
         return module
+
+    def _check_tested(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Check that DeepSpeed lists optimizers as tested, where users take no others."""
+        if self.config.zero_allow_untested_optimizer or not self.config.zero_stage:
+            return
+        _versions.import_deepspeed(self.root_device.type)
+        tested = _versions.tested_optimizers()
+        for optimizer in optimizers:
+            if type(optimizer) not in tested:
+                raise SetupError(
+                    f"{type(optimizer).__name__} is no optimizer that DeepSpeed lists as tested with ZeRO, and "
+                    "zero_allow_untested_optimizer is False; leave it at True, with which optimizers that work element "
+                    f"by element train right, or take one of {', '.join(sorted({each.__name__ for each in tested}))}."
+                )
 
     @property
     def _advice(self) -> str:
@@ -177,6 +192,7 @@ class DeepSpeedStrategy(Strategy):
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: ParameterNames
     ) -> None:
         """Point the optimizer at this rank's partitions of the module's parameters."""
+        self._check_tested([optimizer])
         if module in self._zero:
             self._zero[module].repoint(optimizer, names)
         else:

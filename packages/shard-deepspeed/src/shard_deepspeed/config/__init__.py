@@ -14,13 +14,19 @@ _FLAGS = (
     "contiguous_gradients",
     "overlap_comm",
     "reduce_scatter",
+    "zero_allow_untested_optimizer",
 )
 #: Options that engines share and that this one does not honour yet, each with the reason.
 _LATER = {
     "activation_offload": "this backend does not move activations yet",
     "compile": "this backend does not compile yet",
 }
-_COUNTS = {"reduce_bucket_size": 1, "sub_group_size": 1, "param_persistence_threshold": 0}
+_COUNTS = {
+    **dict.fromkeys(("reduce_bucket_size", "sub_group_size"), 1),
+    **dict.fromkeys(
+        ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"), 0
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,18 @@ class ZeroOptions:
     sub_group_size: int = option(1_000_000_000_000, "stage 3: how many elements of parameters stand in one buffer")
     param_persistence_threshold: int = option(
         100_000, "stage 3: parameters of up to this many elements stay whole on every rank between steps"
+    )
+    prefetch_bucket_size: int = option(
+        50_000_000, "stage 3: how many elements of parameters are gathered ahead of the layer that needs them"
+    )
+    max_live_parameters: int = option(
+        1_000_000_000, "stage 3: gather nothing ahead that would make more elements whole at once"
+    )
+    max_reuse_distance: int = option(
+        1_000_000_000, "stage 3: keep parameters whole that are needed again before this many elements of others"
+    )
+    zero_allow_untested_optimizer: bool = option(
+        True, "stages 1 to 3: take optimizers that DeepSpeed does not list as tested; False refuses them"
     )
     logging_level: int = option(30, "from which level on DeepSpeed's logger prints; 30 is warnings")
 

@@ -10,8 +10,20 @@ if TYPE_CHECKING:
 
 #: At which stages DeepSpeed looks at an option; at the others it says nothing and does without.
 STAGES = {
-    **dict.fromkeys(("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size"), (1, 2, 3)),
-    **dict.fromkeys(("sub_group_size", "param_persistence_threshold"), (3,)),
+    **dict.fromkeys(
+        (
+            *("contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size"),
+            "zero_allow_untested_optimizer",
+        ),
+        (1, 2, 3),
+    ),
+    **dict.fromkeys(
+        (
+            *("sub_group_size", "param_persistence_threshold"),
+            *("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"),
+        ),
+        (3,),
+    ),
 }
 
 

@@ -49,7 +49,6 @@ _REASONS = {
     "allgather_bucket_size": "DeepSpeed 0.19 gathers what was stepped in one message, and would not look at it",
     "logging_batch_size_per_gpu": "DeepSpeed reports speed in a step of its own, which is not taken here",
     "allgather_partitions": "DeepSpeed 0.19 always gathers, and would not look at it",
-    "zero_allow_untested_optimizer": "not every optimizer DeepSpeed has tested is known here yet",
     "config": "a configuration of DeepSpeed's own is not read yet, give the options themselves",
     "load_full_weights": "load_weights() reads a file of all weights at every stage, with no switch",
 }
@@ -68,7 +67,6 @@ class UnsupportedOptions(ActivationOptions, OffloadOptions):
         "auto", "samples in a rank's micro-batch, for DeepSpeed's own reports of speed"
     )
     allgather_partitions: bool = option(True, "gather stepped parameters at once rather than rank by rank")
-    zero_allow_untested_optimizer: bool = option(True, "take optimizers that DeepSpeed has not tested")
     config: str | Path | dict[str, Any] | None = option(None, "a whole configuration of DeepSpeed's own, or its file")
     load_full_weights: bool = option(False, "stage 3: load weights from one file that holds all of them")
 
