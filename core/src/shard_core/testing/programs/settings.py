@@ -57,6 +57,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "torch.distributed.tensor.parallel.RowwiseParallel(input_layouts=torch.distributed.tensor.Replicate())})",
     ),
     "check_batches": ("False",),
+    "prefetch_bucket_size": ("0", "100"),
+    "max_live_parameters": ("100",),
+    "max_reuse_distance": ("0", "100"),
 }
 GIVEN = {
     "device_mesh": "device_mesh=torch.distributed.init_device_mesh('cpu', (int(os.environ['WORLD_SIZE']),))",
@@ -64,8 +67,14 @@ GIVEN = {
     "ignored_states": "ignored_states=[model.head.bias]",
 }
 """Options that are given objects in place of sizes and names: torch's mesh, and parts of a model made before."""
-_NEEDS_PRESET = {"sub_group_size": ("stage", 3), "param_persistence_threshold": ("stage", 3)}
-"""Options that act under some names of an engine alone, and are refused under its others."""
+_NEEDS_PRESET = dict.fromkeys(
+    (
+        *("sub_group_size", "param_persistence_threshold"),
+        *("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"),
+    ),
+    ("stage", 3),
+)
+"""Options that act under some names of an engine alone, and do nothing under its others."""
 APART = {
     "reduce_scatter": "contiguous_gradients",
     "device_mesh": "sharding_strategy",
