@@ -98,6 +98,14 @@ def test_state_begins_anew_where_it_has_the_shape_of_parameters():
     assert not legal(dataclasses.replace(restarts, options=("param_persistence_threshold=0",)))
 
 
+def test_momentum_is_not_forgotten_where_torchs_fused_kernel_wants_that_of_all() -> None:
+    forgets = dataclasses.replace(PLAIN, operations=(ops.Initialize(which=0, forgets=True),))
+    for fused in (False, True):
+        optimizers = (OptimizerSpec(kind="momentum", fused=fused),)
+        assert legal(dataclasses.replace(forgets, optimizers=optimizers)) is not fused
+    assert legal(dataclasses.replace(forgets, optimizers=(OptimizerSpec(kind="adamw", fused=True),)))
+
+
 def test_a_layer_is_not_frozen_where_its_activations_are_computed_again():
     frozen = dataclasses.replace(PLAIN, operations=(dataclasses.replace(BACKWARD, how="frozen"),))
     assert legal(frozen)

@@ -143,8 +143,8 @@ LEFT_OUT = (
     "Adafactor of a parameter without elements, by whose number torch divides",
     "Adagrad, NAdam and ASGD in 64-true and bf16-true: torch casts what they count in one number when it loads it",
     "fused SGD of bfloat16 parameters, which torch 2.13 computes wrong on the CPU",
-    "fused SGD with momentum where some parameters have their first gradient after others: torch 2.13's kernel ends in "
-    "a TypeError",
+    "fused SGD with momentum where some parameters have their first gradient after others, or their momentum is "
+    "forgotten: torch 2.13's kernel ends in a TypeError",
     "a compiled model with a buffer that its forward both changes and computes with: torch 2.13 computes its gradients "
     "with what the buffer was changed to once more",
     "load_state_dict(assign=True), after which torch's optimizers step what no module has",

@@ -218,13 +218,13 @@ class Situation:
                 known = not self._scaled and not (self._program.compiled and isinstance(operation, ops.Forward))
             case ops.Backward(how="two_forwards" | "crossed" | "contrastive"):
                 known = set(WRITING).isdisjoint(self._program.models[number].parts)
-            case ops.Initialize(restarts=restarts):
+            case ops.Initialize(restarts=restarts, forgets=forgets):
                 laid_out = "transposed" not in self._program.models[number].parts
                 known = laid_out and self._program.precision != "bf16-true" and not (restarts and self._is_odd(number))
+                known = known and not (forgets and self._wants_all_momentum(number))
             case ops.Freeze() | ops.Backward(how="frozen" | "layers"):
-                mine = (spec for spec in self._program.optimizers if spec.module == number)
                 recomputed = self._recomputes and getattr(operation, "how", "") == "frozen"
-                known = not (recomputed or any(spec.fused and spec.kind in ALL_AT_ONCE for spec in mine))
+                known = not (recomputed or self._wants_all_momentum(number))
             case ops.Load(how=how):
                 waiting = how == "modules" or any(each.denominator is not None for each in self._modules)
                 known = not (self._scaled and waiting)
@@ -235,6 +235,11 @@ class Situation:
             case _:
                 known = True
         return known
+
+    def _wants_all_momentum(self, number: int) -> bool:
+        """Check whether a fused kernel steps a module's parameters, all of which have to have momentum, or none."""
+        mine = (spec for spec in self._program.optimizers if spec.module == number)
+        return any(spec.fused and spec.kind in ALL_AT_ONCE for spec in mine)
 
     def _counts_change(self, how: str, number: int) -> bool:
         """Check whether engines can see weights change in some way."""
