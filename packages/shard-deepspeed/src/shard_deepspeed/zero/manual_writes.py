@@ -29,6 +29,7 @@ class PartitionedParameter:
         part: What of it this rank holds.
         published: How often the parameter, its shard and the part had been written to when they last were
             the same.
+        place: Where the parameter's values stood then; None where they were away.
         lost: Whether it was written to while nothing of it was in the module, and gathered since.
     """
 
@@ -36,7 +37,18 @@ class PartitionedParameter:
     parameter: torch.Tensor
     part: FlatPart
     published: tuple[int, int, int] = (0, 0, 0)
+    place: int | None = None
     lost: bool = False
+
+    def note_published(self) -> None:
+        """Note that parameter and part are the same now."""
+        self.published = self.written()
+        self.place = None if _versions.is_away(self.parameter) else self.parameter.data_ptr()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the parameter was given other data since, which it shows now."""
+        return self.place not in (None, self.parameter.data_ptr()) and not _versions.is_away(self.parameter)
 
     def written(self) -> tuple[int, int, int]:
         """Return how often the parameter, its shard and the part have been written to."""
@@ -88,7 +100,8 @@ class ManualWrites:
     def record(self) -> None:
         """Record that module and parts are the same now."""
         for each in self._held:
-            each.published, each.lost = each.written(), False
+            each.note_published()
+            each.lost = False
             each.settle()
         self.computed = False
 
@@ -166,7 +179,7 @@ class ManualWrites:
                 # What was written through ``data`` is not counted. Nor is its copy, mostly of nothing new: a save in
                 # the background would take it for a change.
                 _take(beside, each.part.values if rewritten else _uncounted(each.part.values))
-                each.published = each.written()
+                each.note_published()
 
     def _check_one_way(self) -> None:
         """Check that what was written to the module is not missing what was written to parts."""
@@ -180,7 +193,8 @@ class ManualWrites:
     def _is_rewritten(self, each: PartitionedParameter) -> bool:
         """Return whether a parameter was written to where its part does not stand."""
         counted = each.parameter._version != each.published[0]
-        return self._layout.moved(each.parameter) or (counted and not self._layout.shares(each.parameter))
+        moved = each.is_elsewhere if self._layout.lets_go else self._layout.moved(each.parameter)
+        return moved or (counted and not self._layout.shares(each.parameter))
 
     def watch(self, submodule: torch.nn.Module) -> list[RemovableHandle]:
         """Register hooks that copy what a submodule's forward writes, before its parameters are let go of.
@@ -221,6 +235,7 @@ class ManualWrites:
             if own is not None:
                 # Data that a forward assigns is not counted; looking whether it did would have the host wait.
                 _take(own, values if counted else _uncounted(values))
+                each.place = parameter.data_ptr()
             if counted:
                 each.published = each.written()
 
