@@ -50,6 +50,22 @@ def test_everything_is_drawn(drawn):
     assert {option for program in drawn for option in program.options} == set(offered("ddp"))
 
 
+def test_what_other_ranks_do_not_use_is_drawn_where_the_first_is_alone(drawn):
+    backwards = [each for program in drawn for each in program.operations if isinstance(each, ops.Backward)]
+    assert {each.unused for each in backwards if each.alone} == {False, True}
+    assert not any(each.unused for each in backwards if not each.alone)
+
+
+def test_one_rank_may_be_started_without_a_launcher(drawn):
+    assert {draw(seed, "ddp", world_size=1).unlaunched for seed in range(20)} == {False, True}
+    assert not any(program.unlaunched for program in drawn)
+    alone = dataclasses.replace(PLAIN, world_size=1, unlaunched=True)
+    assert legal(alone)
+    assert not legal(dataclasses.replace(alone, world_size=2))
+    for given in GIVEN.values():  # which read what a launcher sets
+        assert not legal(dataclasses.replace(alone, options=(given,), apart=True))
+
+
 def test_an_option_is_drawn_where_it_acts():
     assert "sub_group_size=100" not in offered("ddp")
     assert {each.partition("=")[0] for each in offered("single")} == {"activation_checkpointing", "activation_offload"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from shard_core.testing.programs import observation
 from shard_core.testing.programs.observation import _Rank
+from shard_core.testing.programs.program import Segment
 
 
 @pytest.fixture
@@ -50,3 +52,18 @@ def test_a_strategy_may_hold_what_its_user_gave_it(monkeypatch, given):
     monkeypatch.undo()
     del module
     assert rank.kept() == (() if given else ("Linear",))
+
+
+def test_what_a_launcher_has_told_is_there_again_after_a_script_without_one(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    text = """
+import os
+from shard_core.testing.programs import unlaunched
+def main(show, folder):
+    unlaunched()
+    os.environ["WORLD_SIZE"] = "3"  # as a launcher's would
+    assert "RANK" not in os.environ
+"""
+    assert observation.run(text, "", Segment(-1, "ddp", 1)).stop is None
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")

@@ -161,6 +161,33 @@ def test_gradients_dropped_before_a_backward_take_their_denominators_along():
     assert_weights(dropping, plain.models[0])
 
 
+def test_slopes_are_squared_without_the_loss():
+    oracle, model = oracle_of("linear", ranks=1), model_of("linear")
+    for how in ("slopes", "slopes by hand"):
+        oracle.play(ops.Backward(key=3, rows=(2,), how=how))
+        given = batch(3, 0, 2)
+        given.inputs.requires_grad_()
+        (slope,) = torch.autograd.grad(model(given).sum(), given.inputs, create_graph=True)
+        slope.square().mean().backward()
+    gradients = oracle.play(ops.ShowGradients())[0]["gradients"]
+    assert "head.bias" not in gradients  # of which no slope depends
+    torch.testing.assert_close(gradients["head.weight"], model.head.weight.grad)
+
+
+def test_a_block_that_other_ranks_do_not_use_is_trained_by_the_first():
+    unused = ops.Backward(key=3, rows=(2, 2), extra=True, alone=True, unused=True)
+    oracle, model = oracle_of("extra", ranks=2), model_of("extra")
+    oracle.play(unused)
+    for rank in range(2):
+        given = batch(3, rank, 2)
+        (loss_of(model(given, extra=True, unused=rank > 0), given) / 2).backward()
+        if rank == 0:
+            of_first = model.parts["extra"].layer.weight.grad.clone()
+    gradients = oracle.play(ops.ShowGradients())[0]["gradients"]
+    torch.testing.assert_close(gradients["parts.extra.layer.weight"], of_first)
+    torch.testing.assert_close(gradients["head.weight"], model.head.weight.grad)
+
+
 def test_state_begins_anew_as_zeros():
     oracle = oracle_of("linear", ranks=1, kind="adam")
     for operation in (ops.Backward(key=3, rows=(2,)), ops.Step(), ops.Initialize(which=0, restarts=True)):

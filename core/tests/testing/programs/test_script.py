@@ -10,13 +10,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from shard_core import plugins
+from shard_core.errors import CheckpointError
 from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.grammar import draw, legal
 from shard_core.testing.programs.kept import kept_programs
+from shard_core.testing.programs.observation import fails
 from shard_core.testing.programs.program import ModelSpec, OptimizerSpec, segments
 from shard_core.testing.programs.settings import COMPILED, GIVEN
+from shard_core.testing.programs.writing.failures import failure
 from shard_core.testing.programs.writing.script import script_of
 
 
@@ -95,6 +99,48 @@ def test_a_script_uses_only_what_it_imports():
         stored |= {name.name for each in imports for name in each.names}
         used = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
         assert used - stored <= {*dir(builtins), "__name__"}
+
+
+def test_a_script_without_a_launcher_says_so():
+    alone = dataclasses.replace(draw(0, "ddp", world_size=1), unlaunched=True)
+    text = script_of(alone)
+    assert "  # python this_file.py\n" in text
+    assert text.index("    unlaunched()\n") < text.index("get_strategy(")
+    assert "unlaunched" not in script_of(dataclasses.replace(alone, unlaunched=False))
+
+
+def test_other_ranks_may_call_a_block_and_not_use_it():
+    alone = ops.Backward(key=1, rows=(2, 2), extra=True, alone=True)
+    program = dataclasses.replace(draw(0, "ddp"), models=(ModelSpec(parts=("extra",)),))
+    for backward, arguments in (
+        (alone, "extra=rank == 0"),
+        (dataclasses.replace(alone, unused=True), "extra=True, unused=rank > 0"),
+    ):
+        assert f"model(given, {arguments})" in script_of(dataclasses.replace(program, operations=(backward,)))
+
+
+@pytest.mark.parametrize("theirs", [3, 2])
+def test_steps_until_a_failure_is_heard_of_are_as_many_on_all_ranks(theirs):
+    taken = []
+
+    class Stepping:
+        def save_checkpoint(self, *_, **__):
+            taken.clear()
+
+        def optimizer_step(self, _):
+            if len(taken) == 3:
+                raise CheckpointError("the save has failed")
+            taken.append(1)
+
+        def all_gather(self, mine):
+            return torch.stack([mine, torch.full_like(mine, theirs)])
+
+    lines = failure(ops.Fail(how="steps"), dataclasses.replace(draw(0, "ddp"), models=()), 0, "")[1:]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    names = dict.fromkeys(("model", "second", "scheduler", "second_scheduler", "average", "critic", "stubborn"))
+    names |= {"strategy": Stepping(), "optimizer": optimizer, "fails": fails, "torch": torch, "folder": ""}
+    exec("\n".join(lines), names)
+    assert names["failed"] is (theirs == 3)
 
 
 def test_the_reason_is_its_docstring():

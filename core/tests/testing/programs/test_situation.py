@@ -117,6 +117,8 @@ def test_a_layer_is_not_frozen_where_its_activations_are_computed_again():
     [
         ("penalty", ("attention",), "32-true"),
         ("penalty", ("linear",), "16-mixed"),
+        ("slopes", ("attention",), "32-true"),
+        ("slopes by hand", ("linear",), "16-mixed"),
         ("crossed", ("clamped",), "32-true"),
     ],
 )
@@ -158,6 +160,8 @@ def test_weights_that_a_forward_writes_have_no_copies():
         (ops.Freeze(part="norm"),),
         (ops.HookGradients(part="norm"),),
         (dataclasses.replace(COUNTED, how="penalty"),),
+        (dataclasses.replace(COUNTED, how="slopes"),),
+        (dataclasses.replace(BACKWARD, extra=True, unused=True),),
         (ops.Switch(strategy="fsdp", same=True),),
         (ops.Switch(strategy="ddp", world_size=3, same=True),),
         (ops.Step(optimizer=1),),

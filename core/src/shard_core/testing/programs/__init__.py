@@ -19,7 +19,15 @@ if TYPE_CHECKING:
         parameters_of,
         tensors_of,
     )
-    from shard_core.testing.programs.observation import failing, fails, interrupted, print_shown, refused, state
+    from shard_core.testing.programs.observation import (
+        failing,
+        fails,
+        interrupted,
+        print_shown,
+        refused,
+        state,
+        unlaunched,
+    )
     from shard_core.testing.programs.program import Program
     from shard_core.testing.programs.shrinking import shrink
     from shard_core.testing.programs.writing.script import script_of
@@ -46,12 +54,13 @@ __all__ = [
     "shrink",
     "state",
     "tensors_of",
+    "unlaunched",
 ]
 
 _HOMES = {
     "grammar": ("draw",),
     "judgement": ("Judgement", "judge"),
-    "observation": ("failing", "fails", "interrupted", "print_shown", "refused", "state"),
+    "observation": ("failing", "fails", "interrupted", "print_shown", "refused", "state", "unlaunched"),
     "model": (
         "Model",
         "Stubborn",

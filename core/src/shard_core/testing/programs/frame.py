@@ -49,6 +49,8 @@ _RARE = {
     **{"transposed": 0.0, "narrow": 0.0, "reassigned": 0.0, "turned": 0.0},
 }
 """How often a part is drawn, where less often than the others."""
+_UNLAUNCHED = 0.5
+"""How many programs of one rank are started without a launcher: by chances of their own."""
 _WARMED = 0.3
 """How many optimizers that are made late are so after a backward."""
 _BEGINS = 0.1
@@ -81,12 +83,19 @@ def possible(program: Program) -> bool:
     if not all(_may_be_sparse(program, spec) for spec in program.optimizers if _is_sparse(program, spec)):
         return False
     warmed = not program.warmed or _may_be_warmed(program)
+    launched = not program.unlaunched or _may_be_unlaunched(program)
     stepped = all(_is_stepped(program, number) for number in range(len(program.models)))
     return (
         warmed
+        and launched
         and (stepped or not _is_scaled(program))
         and all(_may_lack(program, spec, spec.without) for spec in program.optimizers if spec.without)
     )
+
+
+def _may_be_unlaunched(program: Program) -> bool:
+    """Check that a program has one rank, and reads no variable that a launcher sets."""
+    return program.world_size == 1 and not any("os.environ" in each or "[model." in each for each in program.options)
 
 
 def _may_be_warmed(program: Program) -> bool:
@@ -258,7 +267,10 @@ def draw_frame(seed: int, strategy: str, world_size: int, card: StrategyInfo, ch
     if two and not several and divides and not any(_is_sparse(drawn, spec) for spec in optimizers):
         drawn = _taking(drawn, chance)
     lacking = tuple(_lacking(drawn, spec, chance) for spec in drawn.optimizers)
-    return _warmed(_given(_with_complex(dataclasses.replace(drawn, optimizers=lacking)), card), card)
+    drawn = _warmed(_given(_with_complex(dataclasses.replace(drawn, optimizers=lacking)), card), card)
+    unlaunched = dataclasses.replace(drawn, unlaunched=True)
+    lot = random.Random(f"{seed} unlaunched").random()
+    return unlaunched if lot < _UNLAUNCHED and possible(unlaunched) and not own_kernels else drawn
 
 
 def _given(program: Program, card: StrategyInfo) -> Program:

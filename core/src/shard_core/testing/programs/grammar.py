@@ -215,6 +215,7 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
     # Of a key, and not of what else is drawn: as most loops are written that have one optimizer.
     how = ("zeroed", "cleared")[key % 2] if how == "plain" and random.Random(key).random() < _ZEROED else how
     extra = "extra" in program.models[number].parts and chance.random() < 0.5
+    alone = extra and runs_alone(program, how) and chance.random() < _ALONE
     return ops.Backward(
         module=number,
         key=key,
@@ -223,7 +224,8 @@ def _backward(program: Program, number: int, card: StrategyInfo, chance: random.
         denominator=denominator,
         deferred=how != "accumulated" and chance.random() < 0.25,
         extra=extra,
-        alone=extra and runs_alone(program, how) and chance.random() < _ALONE,
+        alone=alone,
+        unused=alone and random.Random(f"{key} unused").random() < _VARIED,
     )
 
 

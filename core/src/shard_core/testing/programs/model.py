@@ -119,12 +119,15 @@ class Model(nn.Module):
         plan = {f"parts.{name}": style for name, style in PLAN.items() if name.partition(".")[0] in parts}
         self.config = types.SimpleNamespace(base_model_tp_plan={**plan, "head": "rowwise_split_input"})
 
-    def forward(self, given: Batch, extra: bool = False, fails: bool | type[BaseException] = False) -> Output:
+    def forward(
+        self, given: Batch, extra: bool = False, unused: bool = False, fails: bool | type[BaseException] = False
+    ) -> Output:
         """Compute a prediction of shape (rows, 3) and, in a tuple or a dict, an auxiliary value a row.
 
         Args:
             given: What a rank is given.
             extra: Whether the block that is not always called is.
+            unused: Whether what that block returns is not used.
             fails: Whether an exception ends it, or which one, before the last part if it has any.
         """
         hidden = given.inputs
@@ -132,7 +135,8 @@ class Model(nn.Module):
             if fails and number == len(self.parts):
                 break
             if extra or not isinstance(part, Extra):
-                hidden = hidden + part(hidden, given.tokens)
+                made = part(hidden, given.tokens)
+                hidden = hidden if unused and isinstance(part, Extra) else hidden + made
         if fails:
             raise (Interruption if fails is True else fails)("before the layer on top")
         prediction = self.head(hidden.mean(1))
@@ -148,13 +152,13 @@ class Model(nn.Module):
         os.makedirs(folder, exist_ok=True)
         torch.save(self.state_dict(), os.path.join(folder, "weights.pt"))
 
-    def score(self, given: Batch, extra: bool = False) -> torch.Tensor:
+    def score(self, given: Batch, extra: bool = False, unused: bool = False) -> torch.Tensor:
         """Compute a number a row: a method other than forward that is trained through, too."""
-        return tensors_of(self.forward(given, extra))[0].tanh().sum(1)
+        return tensors_of(self.forward(given, extra, unused))[0].tanh().sum(1)
 
-    def layers(self, given: Batch, extra: bool = False) -> torch.Tensor:
+    def layers(self, given: Batch, extra: bool = False, unused: bool = False) -> torch.Tensor:
         """Compute a number a row through some layers alone, each called by itself, wherever it stands."""
-        del extra
+        del extra, unused
         rows: torch.Tensor = self.head(given.inputs.mean(1)).sum(1)
         for part in self.parts.values():
             rows = rows + (part.layer(given.inputs).mean((1, 2)) if isinstance(part, Linear) else 0.0)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.program import Segment
 
 
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables by which a launcher tells a process of the others."""
 _RELEASED_WITHIN = 5.0
 """Seconds after which something counts as held: graphs let go of tensors, which hold graphs."""
 
@@ -187,6 +189,12 @@ def refused() -> Iterator[None]:
     raise AssertionError("what was refused before is not refused now")
 
 
+def unlaunched() -> None:
+    """Forget what a launcher has told this process, as if it was started without one."""
+    for name in _LAUNCHED:
+        os.environ.pop(name, None)
+
+
 def run(text: str, folder: str, segment: Segment) -> Trace:
     """Run a segment of a program's script on this rank.
 
@@ -202,12 +210,15 @@ def run(text: str, folder: str, segment: Segment) -> Trace:
     exec(compile(text, name, "exec"), namespace)
     namespace |= {"get_strategy": rank.get_strategy, "state": rank.state}
     stop = None
+    launched = {name: os.environ[name] for name in _LAUNCHED if name in os.environ}
     try:
         namespace[segment.entry](rank.show, folder)
     except Exception as error:  # noqa: BLE001 - whatever a strategy lets through is a finding
         stop = rank.stop(error)
     finally:
         rank.teardown()
+        unlaunched()
+        os.environ.update(launched)
         if "torch._dynamo" in sys.modules:  # importing it takes seconds
             torch.compiler.reset()  # or its caches would grow from program to program
     # After a refusal the graph of what was refused may live on: known of DeepSpeed's stage 3.

@@ -32,14 +32,16 @@ class Backward:
             told from those of all data ranks; ``"through"``: the first module's output goes on through the second,
             whichever is named; ``"frozen"``: the layer on top is frozen before the backward, and trained again after
             it; ``"eval"``: of a module in evaluation mode; ``"penalty"``: of the loss and the squares of its inputs'
-            gradients; ``"zeroed"``, ``"cleared"`` and ``"dropped"``: between the two, optimizers or the module zero the
-            gradients of before, or they are set to None by hand; ``"detached"``: of the second module, on the first's
-            output without gradients; ``"squares"``: then one of each trained parameter's squares; ``"by hand"``: by
-            ``loss.backward()``, which a strategy may refuse; ``"accumulated"``: of ``MICRO_BATCHES``, of which the last
-            is sent.
+            gradients; ``"slopes"``: of the squares alone of the output's gradients for the inputs, as a critic's
+            penalty, which comes past what the model returns; ``"zeroed"``, ``"cleared"`` and ``"dropped"``: between the
+            two, optimizers or the module zero the gradients of before, or they are set to None by hand; ``"detached"``:
+            of the second module, on the first's output without gradients; ``"squares"``: then one of each trained
+            parameter's squares; ``"by hand"`` and ``"slopes by hand"``: by ``loss.backward()``, which a strategy may
+            refuse; ``"accumulated"``: of ``MICRO_BATCHES``, of which the last is sent.
         denominator: Whether the loss is a sum and its rows are the denominator.
         deferred: Whether it stands inside ``no_backward_sync``.
         extra: Whether the block that is not always called is; with ``alone``, on the first data rank alone.
+        unused: Whether, with ``alone``, the other ranks call it too, and do not use what it returns.
     """
 
     module: int = 0
@@ -50,6 +52,7 @@ class Backward:
     deferred: bool = False
     extra: bool = False
     alone: bool = False
+    unused: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

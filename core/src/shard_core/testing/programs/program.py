@@ -72,6 +72,7 @@ class Program:
         averaged: Whether the first model has an exponential moving average.
         apart: Whether each rank draws other weights for its models, so that setup has to give all those of rank 0.
         wrapped: Whether its models' parts are made units by hand, where a strategy has such.
+        unlaunched: Whether its one rank was started without a launcher, as by ``python this_file.py``.
         begins: The call that sets the environment up, one of ``settings.BEGINNINGS``; ``""`` for its own.
         compiled: Where ``torch.compile`` comes in: ``""`` for nowhere, or one of ``settings.COMPILED``.
         options: Of the strategies that have them, from ``OPTIONS``, as they are written in Python.
@@ -89,6 +90,7 @@ class Program:
     averaged: bool = False
     apart: bool = False
     wrapped: bool = False
+    unlaunched: bool = False
     begins: str = ""
     compiled: str = ""
     options: tuple[str, ...] = ()

@@ -29,7 +29,8 @@ _PLAIN: dict[str, Any] = {
 }
 #: What a program sets up.
 _PLAIN_FRAME: dict[str, Any] = {
-    "begins": "", "warmed": False, "late": False, "apart": False, "wrapped": False, "averaged": False
+    "begins": "", "warmed": False, "late": False, "apart": False, "wrapped": False, "averaged": False,
+    "unlaunched": False,
 }  # fmt: skip
 #: What a backward does.
 _PLAIN_BACKWARD: dict[str, Any] = {
@@ -38,6 +39,7 @@ _PLAIN_BACKWARD: dict[str, Any] = {
     "deferred": False,
     "extra": False,
     "alone": False,
+    "unused": False,
 }
 
 

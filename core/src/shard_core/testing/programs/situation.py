@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shard_core.testing.programs.operations import Operation
     from shard_core.testing.programs.program import Program
 
-MEANS = ("contrastive", "penalty", "by hand", "squares")
+MEANS = ("contrastive", "penalty", "slopes", "by hand", "slopes by hand", "squares")
 """Backwards of losses that are no sums over rows."""
 
 _FINISHING = (ops.Step, ops.ClipNorm, ops.ClipValue, ops.EditGradients, ops.ShowGradients)
@@ -210,8 +210,9 @@ class Situation:
                 known = {"sparse", "empty"}.isdisjoint(self._program.models[number].parts) and not self._ignores
             case ops.Backward(how="retain_graph"):
                 known = not self._program.compiled
-            case ops.Backward(how="penalty" | "squares" as how):
-                lacking, graphs = (SLOPE_ONCE, not self._program.compiled) if how == "penalty" else (("sparse",), True)
+            case ops.Backward(how="penalty" | "slopes" | "slopes by hand" | "squares" as how):
+                slope = (SLOPE_ONCE, not self._program.compiled)
+                lacking, graphs = (("sparse",), True) if how == "squares" else slope
                 known = graphs and set(lacking).isdisjoint(self._program.models[number].parts)
                 known = known and self._program.precision in EXACT
             case ops.Backward(how="by hand") | ops.Forward(how="interrupted by hand"):
@@ -270,7 +271,7 @@ class Situation:
 
     def _adds_up(self, operation: ops.Backward) -> bool:
         """Check that a backward's losses add up to what is pending in all modules that it comes through."""
-        if operation.alone and not runs_alone(self._program, operation.how):
+        if (operation.alone and not runs_alone(self._program, operation.how)) or operation.unused > operation.alone:
             return False
         reached = _reached(operation)
         if max(reached) >= len(self._modules) or len(operation.rows) != self.world_size:

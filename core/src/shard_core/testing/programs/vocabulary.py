@@ -38,7 +38,7 @@ WAYS: dict[type[Any], tuple[str, ...]] = {
     ops.Backward: (
         "plain", "retain_graph", "two_forwards", "crossed", "gradient", "method", "contrastive", "through", "frozen",
         "eval", "penalty", "by hand", "accumulated", "zeroed", "cleared", "dropped", "detached",
-        "squares", "layers",
+        "squares", "layers", "slopes", "slopes by hand",
     ),
     ops.Forward: (
         "train", "eval", "no_grad", "inference", "unwrap", "method", "interrupted", "failed", "failed evaluation",
@@ -59,6 +59,8 @@ VARIANTS: dict[tuple[type[Any], str], tuple[str, ...]] = {
     (ops.Forward, "train"): ("interrupted by hand",),
     (ops.Backward, "method"): ("layers",),
     (ops.Backward, "cleared"): ("dropped",),
+    (ops.Backward, "by hand"): ("slopes by hand",),
+    (ops.Backward, "penalty"): ("slopes",),
     (ops.EditGradients, "multiplied"): ("foreach",),
     (ops.EditGradients, "assigned"): ("counted",),
     (ops.EditGradients, "data"): ("groups' data",),

@@ -332,11 +332,13 @@ class Oracle(PlainRun):
             case "method" | "layers":
                 score = self._run(module, given, rank, extra=extra, method=_METHODS[operation.how])
                 loss = score.sum() if operation.denominator else score.mean()
-            case "penalty":
+            case "penalty" | "slopes" | "slopes by hand":
                 inputs = given.inputs.to(input_dtype(self._program.precision)).requires_grad_()
-                loss = forward(given._replace(inputs=inputs))
+                output = self._run(module, given._replace(inputs=inputs), rank, extra=extra)
+                whole = operation.how == "penalty"
+                loss = loss_of(output, given, reduction) if whole else tensors_of(output)[0].sum()
                 (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
-                loss = loss + slope.square().mean()
+                loss = slope.square().mean() + (loss if whole else 0.0)
             case _:
                 loss = forward(given)
         if operation.how == "retain_graph":

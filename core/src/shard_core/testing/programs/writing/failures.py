@@ -74,15 +74,19 @@ def _load(operation: ops.Fail, saved: str, states: str) -> list[str]:
 
 
 def _steps(operation: ops.Fail, path: str, states: str) -> list[str]:
-    """Write the lines that step for as long as a save in the background takes to fail."""
+    """Write the lines that step for as long as a save in the background takes to fail, and compare how long that is."""
     optimizer = OPTIMIZERS[operation.optimizer]
     step = f"strategy.optimizer_step({optimizer})"
     return [
         f"{optimizer}.zero_grad()",
         step,
+        "steps = []",
         "def train():",
         f"    strategy.save_checkpoint({path}, {states}, blocking=False)",
         f"    for _ in range({_STEPS}):",
         f"        {step}",
+        "        steps.append(1)",
         "failed = fails(train)",
+        "counts = strategy.all_gather(torch.tensor([float(len(steps))]))  # all hear of it before the same step",
+        "failed = failed and bool((counts == len(steps)).all())",
     ]

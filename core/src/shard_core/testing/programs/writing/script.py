@@ -43,7 +43,7 @@ if __name__ == "__main__":  # {commands}
 """
 _OWN = (
     *("Model", "Stubborn", "batch", "contrast_of", "evaluate", "failing", "fails", "fed_back", "interrupted"),
-    *("loss_of", "parameters_of", "print_shown", "refused", "state", "tensors_of"),
+    *("loss_of", "parameters_of", "print_shown", "refused", "state", "tensors_of", "unlaunched"),
 )
 """What scripts import of the kit where they name it."""
 _MODULES = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
@@ -86,9 +86,10 @@ def script_of(program: Program, reason: str = "A random training program.") -> s
     imports = "ExponentialMovingAverage, get_strategy" if program.averaged else "get_strategy"
     parts = segments(program)
     several = len(parts) > 1
-    commands = [
-        f"shard run --nproc-per-node {each.world_size} this_file.py{f' {each.entry}' * several}" for each in parts
-    ]
+    launchers = [f"shard run --nproc-per-node {each.world_size}" for each in parts]
+    if program.unlaunched:
+        launchers[0] = "python"
+    commands = [f"{run} this_file.py{f' {each.entry}' * several}" for run, each in zip(launchers, parts, strict=True)]
     named = [name for name in _MODULES if any(name in option for option in program.options)]
     more = "".join(f"import {name}\n" for name in named)
     more += "from torch.distributed.fsdp.wrap import wrap\n" * program.wrapped
@@ -157,6 +158,7 @@ def _models(program: Program) -> Iterator[str]:
 
 def _main(program: Program) -> Iterator[str]:
     yield "def main(show=print_shown, folder='checkpoints'):"
+    yield from ["    unlaunched()"] * program.unlaunched
     yield from (f"    {line}" for line in made_before(program))
     yield f"    strategy = {strategy_of(program, program.strategy)}"
     yield f"    strategy.{program.begins or 'setup_environment()'}"

@@ -283,12 +283,20 @@ def _zeroed(operation: ops.Backward, program: Program) -> list[str]:
     return dropped(operation.module) if operation.how == "dropped" else [f"{each}.zero_grad()" for each in owners]
 
 
+def _penalized(how: str, loss: str, backward: str) -> list[str]:
+    """Write the lines of a backward of the squares of a loss's gradients for the inputs, with the loss or alone."""
+    slope = "(slope,) = torch.autograd.grad(loss, given.inputs, create_graph=True)"
+    squares = f"loss = {'loss + ' * (how == 'penalty')}slope.square().mean()"
+    return ["given.inputs.requires_grad_()", loss, slope, squares, backward if "hand" not in how else "loss.backward()"]
+
+
 @statements.register(ops.Backward)
 def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
     name = MODULES[operation.module]
     reduction = ", 'sum'" if operation.denominator else ""
     counted = ", denominator=len(given.inputs)" if operation.denominator else ""
-    extra = f", extra={'rank == 0' if operation.alone else True}" if operation.extra else ""
+    extra = f", extra={'rank == 0' if operation.alone and not operation.unused else True}" if operation.extra else ""
+    extra += ", unused=rank > 0" if operation.alone and operation.unused else ""
     lines = [f"given = {batch_of(program, operation.key, operation.rows)}"]
     loss = f"loss = loss_of({name}(given{extra}), given{reduction})"
     other, second = f"other = {batch_of(program, operation.key + 1, operation.rows)}", f"{name}(other{extra})"
@@ -328,14 +336,9 @@ def _(operation: ops.Backward, program: Program, *_: object) -> Lines:
             lines += [loss, f"{top}(False)", backward, f"{top}(True)"]
         case "eval":
             lines += [f"{name}.eval()", loss, backward, f"{name}.train()"]
-        case "penalty":
-            lines += [
-                "given.inputs.requires_grad_()",
-                loss,
-                "(slope,) = torch.autograd.grad(loss, given.inputs, create_graph=True)",
-                "loss = loss + slope.square().mean()",
-                backward,
-            ]
+        case "penalty" | "slopes" | "slopes by hand":
+            past = f"loss = tensors_of({name}(given{extra}))[0].sum()"
+            lines += _penalized(operation.how, loss if operation.how == "penalty" else past, backward)
         case "through" | "detached":
             fed = f"fed_back(given, {MODULES[0]}(given){', detached=True' * (operation.how == 'detached')})"
             lines += [f"loss = loss_of({MODULES[1]}({fed}), given{reduction})", backward]
