@@ -106,3 +106,88 @@ def test_everything_else_is_passed_on(value):
 def test_tensors_that_are_there_are_not_copied():
     tensor = _tensor()
     assert move([tensor], torch.device("cpu"))[0] is tensor
+
+
+class _Copies:
+    """Stands in for a CUDA device, which torch for CPUs alone has not: what was copied to it, and how."""
+
+    def __init__(self, monkeypatch):
+        self.pinned, self.made = set(), []
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: id(tensor) in self.pinned)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor))
+        monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **kwargs: self.to(tensor, *args, **kwargs))
+
+    def pin(self, tensor):
+        copy = tensor.clone()
+        self.made.append(copy)  # holds it, so that its number is not given away
+        self.pinned.add(id(copy))
+        return copy
+
+    def to(self, tensor, device, *, non_blocking=False):
+        self.last = tensor, torch.device(device), non_blocking
+        return tensor
+
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    return _Copies(monkeypatch)
+
+
+def test_copies_to_cuda_devices_are_of_pinned_memory_and_do_not_block(copies):
+    batch = _tensor()
+    assert torch.equal(move({"a": [batch]}, CUDA)["a"][0], batch)
+    source, device, non_blocking = copies.last
+    assert id(source) in copies.pinned
+    assert (device, non_blocking) == (CUDA, True)
+
+
+def test_what_a_loader_has_pinned_is_not_copied_again(copies):
+    pinned = copies.pin(_tensor())
+    move(pinned, CUDA)
+    assert copies.last == (pinned, CUDA, True)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2).to_sparse(),
+        torch.ones(2, requires_grad=True),
+        torch.ones(0),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    ],
+    ids=["sparse", "with gradients", "empty", "of a class"],
+)
+def test_what_cannot_be_pinned_as_it_is_is_copied_from_where_it_is(copies, tensor):
+    move(tensor, CUDA)
+    assert copies.last[0] is tensor
+
+
+def test_copies_to_other_devices_block(copies):
+    tensor = _tensor()
+    move(tensor, META)
+    assert copies.last == (tensor, META, False)
+    move(torch.empty(2, device="meta"), CUDA)
+    assert not copies.pinned
+    assert copies.last[2] is False
+
+
+class _Batch:
+    """Moves itself, as a ``transformers.BatchEncoding`` does."""
+
+    def to(self, device, *, non_blocking=False):
+        return device, non_blocking
+
+
+class _Plain:
+    def to(self, device):
+        return device, None
+
+
+@pytest.mark.parametrize(
+    ("batch", "device", "non_blocking"), [(_Batch(), CUDA, True), (_Batch(), META, False), (_Plain(), CUDA, None)]
+)
+def test_what_moves_itself_does_not_block_if_it_can(batch, device, non_blocking):
+    assert move(batch, device) == (device, non_blocking)
