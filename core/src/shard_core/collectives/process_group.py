@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shard_core._versions import default_store
 from shard_core.collectives.authentication import Authenticator, agree_on_session, read_secret
+from shard_core.collectives.device_claims import check_one_rank_per_device
 from shard_core.collectives.group_exchange import broadcast_bytes, gather_bytes
 from shard_core.collectives.interface import Collectives, check_mean, reduce_op_named
 from shard_core.collectives.messages import pack, pack_object, raise_refusal, unpack, unpack_object
@@ -110,12 +111,17 @@ class ProcessGroupCollectives(Collectives):
         _check_backend(backend)
         store = dist.HashStore() if world_size == 1 else shared_store(rank, world_size, self._guard_timeout)
         self._set_store(store, rank, world_size)
+        bound = _bound_device(backend, device)
+        if bound is not None and world_size > 1:
+            assert self._roll_call is not None
+            check_one_rank_per_device(dist.PrefixStore("devices", store), rank, bound, self._roll_call)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
             timeout=self._timeout,
+            device_id=bound,
         )
         self._owns_group = True
         self._connected.add(self)
@@ -226,6 +232,16 @@ class ProcessGroupCollectives(Collectives):
 
 def _not_connected() -> CollectiveError:
     return CollectiveError("these collectives are not connected; call setup_environment() first.")
+
+
+def _bound_device(backend: str, device: torch.device) -> torch.device | None:
+    """Return the device for NCCL to bind the group to; None where another backend carries its tensors.
+
+    A bound group connects when it is made, by the device of this rank, whatever is current later; groups along a mesh
+    split off it instead of meeting anew.
+    """
+    by_device = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    return device if device.type == "cuda" and by_device.get("cuda") == "nccl" else None
 
 
 def _check_backend(backend: str) -> None:

@@ -39,7 +39,7 @@ class Placement:
         self.process: ProcessInfo | None = options.cluster_environment or detect()
         self.device_type = _device_type(options, info)
         self._options = options
-        self._indices = _device_indices(options, self.device_type)
+        self._indices = _device_indices(options, self.device_type, self.process)
         if options.devices == "auto" and options.parallel_devices is None:
             self._indices = self._indices[: info.max_ranks]
         self.local_ranks = len(self._indices) if self.process is None else self.process.local_world_size
@@ -102,7 +102,8 @@ class Placement:
         if self.device_type not in _ONE_PER_PROCESS and process.local_rank >= len(self._indices):
             raise LaunchError(
                 f"{process.source} started {process.local_world_size} ranks on this host, but it has "
-                f"{len(self._indices)} {self.device_type} devices; start at most one rank per device."
+                f"{len(self._indices)} {self.device_type} devices; start at most one rank per device, or let the "
+                "scheduler bind one to each task, as `srun --gpus-per-task=1` does."
             )
 
 
@@ -134,12 +135,17 @@ def _device_type(options: RunOptions, info: StrategyInfo) -> str:
     return asked
 
 
-def _device_indices(options: RunOptions, device_type: str) -> list[int]:
+def _device_indices(options: RunOptions, device_type: str, process: ProcessInfo | None) -> list[int]:
+    """Return the number of each local rank's device, as this process counts."""
     given = None if options.parallel_devices is None else _numbers(options.parallel_devices)
     if device_type == "cuda" and not torch.cuda.is_available():
         asked = "accelerator 'cuda'" if given is None else _asked(options)
         raise LaunchError(f"{asked} was asked for, but torch sees no CUDA device here; take CPUs instead.")
     there = torch.cuda.device_count() if device_type == "cuda" else None
+    ranks = process.local_world_size if process else 1
+    if given is None and there == 1 and options.devices in ("auto", ranks):
+        # Bound to each task by the scheduler; where it is one device in truth, NCCL's collectives refuse to share it.
+        return [0] * ranks
     if given is not None:
         indices = given
     elif options.devices == "auto":
