@@ -27,6 +27,9 @@ takes and writes to. They can go when torch says so in public.
 which ranks can name the absent. It can go when a process group shows its store; a store of our own would need another
 open port, and would die with rank 0 while others still read from it.
 
+``torch.distributed.distributed_c10d._abort_process_group``: leaves all groups without waiting for other ranks, NCCL's
+in an order that does not deadlock. It can go when ``destroy_process_group`` may be told to abort.
+
 ``Module._compiled_call_impl``, ``_orig_mod`` and ``_torchdynamo_orig_callable``: what ``Module.compile()``,
 ``torch.compile(module)`` and ``torch.compile(module.forward)`` leave on a module. They can go when torch shows what is
 compiled; importing its compiler only to ask takes seconds.
@@ -143,6 +146,13 @@ def default_store() -> dist.Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def abort_groups() -> None:
+    """Give up what all process groups are doing, and leave them."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
 
 
 def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -188,3 +188,10 @@ class Collectives(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Leave the other ranks and free what ``connect`` took; does nothing when not connected."""
+
+    def abort(self) -> None:
+        """Leave as ``close`` does, but by an error, on this rank perhaps alone: wait for no other rank.
+
+        By default it is ``close``; a class whose ``close`` waits for the others overrides it.
+        """
+        self.close()

@@ -20,7 +20,7 @@ from shard_core.collectives.group_exchange import broadcast_bytes, gather_bytes
 from shard_core.collectives.interface import Collectives, check_mean, reduce_op_named
 from shard_core.collectives.messages import pack, pack_object, raise_refusal, unpack, unpack_object
 from shard_core.collectives.roll_call import RollCall, shared_store
-from shard_core.collectives.shutdown import close_process_group, settle_at_exit
+from shard_core.collectives.shutdown import abort_process_groups, close_process_group, settle_at_exit
 from shard_core.collectives.store_exchange import StoreExchange
 from shard_core.errors import CollectiveError, ShardError, nearest
 
@@ -219,13 +219,21 @@ class ProcessGroupCollectives(Collectives):
 
     def close(self) -> None:
         """Leave the process group; if ``connect`` of any of them made it, the last to leave destroys it."""
+        self._leave(close_process_group)
+
+    def abort(self) -> None:
+        """Leave the process group; over NCCL the last to leave aborts it, since destroying waits for all ranks."""
+        over_nccl = self._owns_group and self.world_size > 1 and "nccl" in dist.get_backend_config()
+        self._leave(abort_process_groups if over_nccl else close_process_group)
+
+    def _leave(self, end_group: Callable[[], None]) -> None:
         self._store = self._roll_call = self._side_store = None
         self._connected.discard(self)
         if self._owns_group:
             self._owns_group = False
             heir = next(iter(self._connected), None)
             if heir is None:
-                close_process_group()
+                end_group()
             else:
                 heir._owns_group = True
 

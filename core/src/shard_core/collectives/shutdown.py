@@ -14,12 +14,16 @@ its parameters and its mesh do: the workers live on.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import threading
 import time
 
 # A late worker needs one turn on a core and one on the interpreter's lock, a few scheduler slices. Many short
 # naps, not a long one: in a container out of its CPU quota a nap can pass while no thread may run.
 _NAPS, _NAP_SECONDS = 10, 0.01
+#: NCCL can wait for threads of its own that other ranks keep, in an abort, too.
+_ABORT_SECONDS = 10.0
 
 
 def close_process_group() -> None:
@@ -40,6 +44,27 @@ def close_process_group() -> None:
     forget_layouts()
     _settle()
     atexit.unregister(_settle)
+
+
+def abort_process_groups() -> None:
+    """Leave torch's process groups as a rank does that ends by an error, while others may still wait for it.
+
+    NCCL's groups are destroyed by all ranks together, so destroying them would wait for those that are in a collective,
+    and these wait for this rank. An abort gives up what is under way, and the others' fails; where it takes long, the
+    error that this rank ends by does not wait for it.
+    """
+    from shard_core._versions import abort_groups, forget_layouts
+
+    def abort() -> None:
+        with contextlib.suppress(RuntimeError):  # the first error is the one to be shown
+            abort_groups()
+
+    thread = threading.Thread(target=abort, name="shard-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_SECONDS)
+    if not thread.is_alive():
+        forget_layouts()
+        atexit.unregister(_settle)
 
 
 def settle_at_exit() -> None:

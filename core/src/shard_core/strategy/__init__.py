@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -38,12 +39,15 @@ class Strategy(StrategyCheckpointing):
         Raises:
             CheckpointError: If it fails; everything has been left by then.
         """
+        self._teardown(self.collectives.close)
+
+    def _teardown(self, leave_ranks: Callable[[], None]) -> None:
         try:
             self._saves.settle()
         finally:
-            self._leave()
+            self._leave(leave_ranks)
 
-    def _leave(self) -> None:
+    def _leave(self, leave_ranks: Callable[[], None]) -> None:
         if self._placement is not None:
             self.engine_teardown()
         for known in self._registry:
@@ -54,7 +58,7 @@ class Strategy(StrategyCheckpointing):
         self._data = DataRanks(rank=0, size=1)
         if self._placement is not None:
             self._placement = None
-            self.collectives.close()
+            leave_ranks()
 
     def __enter__(self) -> Self:
         """Start, as ``setup_environment`` does."""
@@ -64,9 +68,10 @@ class Strategy(StrategyCheckpointing):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tear down; an error from inside is raised, whatever goes wrong now."""
+        """Tear down; an error from inside is raised, whatever goes wrong now, and waits for no other rank."""
+        fails = error is not None and not isinstance(error, SystemExit)
         try:
-            self.teardown()
+            self._teardown(self.collectives.abort if fails else self.collectives.close)
         except ShardError as failure:
             if error is None:
                 raise
