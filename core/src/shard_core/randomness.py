@@ -152,3 +152,5 @@ def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.devic
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, cached, states["numpy_gauss"].item()))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+    elif device.type == "cuda":  # saved on a CPU: it would draw again what it has drawn since this run began
+        torch.cuda.manual_seed(derived_seed(0, *states["torch"].tolist()))

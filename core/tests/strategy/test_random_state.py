@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from shard_core import get_strategy
-from shard_core.randomness import check_generator_states, generator_states, set_generator_states
+from shard_core.randomness import check_generator_states, generator_states, seed_everything, set_generator_states
 
 
 def drawn():
@@ -169,3 +170,50 @@ def test_states_at_the_edge_of_what_generators_have_are_taken_up():
         set_generator_states(states, torch.device("cpu"))
         drawn()
         set_generator_states(before, torch.device("cpu"))
+
+
+class _CudaGenerator:
+    """Stands in for the generator of a CUDA device, which torch for CPUs alone has not."""
+
+    def __init__(self, monkeypatch, device):
+        self.device, self.generator, self.seeds = device, torch.Generator(), []
+        monkeypatch.setattr(torch.cuda, "get_rng_state", self.get_state)
+        monkeypatch.setattr(torch.cuda, "set_rng_state", self.set_state)
+        monkeypatch.setattr(torch.cuda, "manual_seed", self.seeds.append)
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", self.seeds.append)  # what torch.manual_seed calls
+
+    def get_state(self, device):
+        assert device == self.device
+        return self.generator.get_state()
+
+    def set_state(self, state, device):
+        assert device == self.device
+        self.generator.set_state(state)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return _CudaGenerator(monkeypatch, torch.device("cuda", 3))
+
+
+def test_the_generator_of_a_cuda_device_is_kept_too(cuda):
+    states = generator_states(cuda.device)
+    expected = torch.rand((), generator=cuda.generator)
+    set_generator_states(states, cuda.device)
+    assert torch.rand((), generator=cuda.generator) == expected
+    assert cuda.seeds == []
+
+
+def test_after_a_load_from_a_cpu_a_cuda_device_draws_what_follows_from_it(cuda):
+    states = generator_states(torch.device("cpu"))
+    for _ in range(2):
+        set_generator_states(states, cuda.device)
+    torch.rand(())
+    set_generator_states(generator_states(torch.device("cpu")), cuda.device)
+    first, again, later = cuda.seeds
+    assert first == again != later
+
+
+def test_seeds_reach_cuda_devices(cuda):
+    seed_everything(7)
+    assert cuda.seeds == [7]

@@ -1,9 +1,10 @@
 """A snapshot holds what was there when it was taken, or names what was changed too early."""
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,74 @@ def test_copies_stay_as_they_were() -> None:
     tensor.zero_()
     assert now.tolist() == later.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert now.is_contiguous()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a CUDA device."""
+
+    is_cuda = True  # type: ignore[assignment]  # a property of every tensor
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+
+class Stream:
+    """Stands in for a CUDA stream, and for its events: writes down what it is asked for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_event(self) -> "Stream":
+        self.log.append(f"event of {self.name}")
+        return Stream(f"event of {self.name}", self.log)
+
+    def wait_event(self, event: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self.name}")
+
+
+@pytest.fixture
+def device_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what is asked of a CUDA device, which torch for CPUs alone has not, in order."""
+    log: list[str] = []
+    streams = [Stream("training", log)]
+    empty, copy = torch.empty, torch.Tensor.copy_
+
+    @contextlib.contextmanager
+    def inside(stream: Stream) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    def make(*shape: Any, pin_memory: bool = False, **given: Any) -> torch.Tensor:
+        log.append(f"pinned={pin_memory} on {streams[-1].name}")
+        return empty(*shape, **given)
+
+    def fill(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        log.append(f"copy on {streams[-1].name}, non_blocking={non_blocking}")
+        return copy(into, source.as_subclass(torch.Tensor))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(f"side stream of {device}", log))
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch, "empty", make)
+    monkeypatch.setattr(torch.Tensor, "copy_", fill)
+    return log
+
+
+def test_what_can_wait_is_copied_from_a_device_beside_training(device_log: list[str]) -> None:
+    tensor = torch.ones(2).as_subclass(OnDevice)
+    copies = Staging()
+    copies.now(tensor)
+    copies.later(tensor)
+    copies.later(tensor)
+    copies.finish()
+    side = "side stream of cuda:1"
+    assert device_log == [
+        "event of training",
+        *("pinned=True on training", "copy on training, non_blocking=True", "event of training"),
+        f"{side} waits for event of training",
+        *(f"pinned=True on {side}", f"copy on {side}, non_blocking=True") * 2,
+        *("host waits for event of training", f"host waits for {side}"),
+    ]
