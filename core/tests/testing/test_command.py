@@ -165,6 +165,13 @@ def test_what_configures_tests_around_here_has_no_say(tmp_path):
             "torch sees no CUDA device here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device"),
         ),
+        pytest.param(
+            ["ddp", "--programs", "3", "--device", "cuda"],
+            "torch sees no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device"),
+        ),
+        (["ddp", "--programs", "3", "--device", "xla"], "strategy 'ddp' runs on cpu, cuda, not on 'xla'."),
+        (["ddp", "--replay", "x.json", "--device", "cuda"], "--device has no meaning with --replay"),
         (["dpd", "--programs", "3"], "did you mean 'ddp'?"),
         (["ddp", "--programs", "0"], "0 is not in the range"),
         (["single", "--programs", "3", "--world-sizes", "2"], "strategy 'single' runs on at most 1 rank"),
@@ -308,3 +315,14 @@ def chain():
 
 def leave():
     os._exit(3)
+
+
+@pytest.mark.parametrize(("given", "device"), [([], ""), (["--device", "cpu"], ""), (["--device", "cuda"], "cuda")])
+def test_programs_are_run_on_the_device_that_is_asked_for(given, device, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        "shard_core.testing.programs.command_line.run_programs", lambda name, count, **more: asked.append(more) or 0
+    )
+    assert CliRunner().invoke(command, ["ddp", "--programs", "3", *given]).exit_code == 0
+    assert [each["device"] for each in asked] == [device]

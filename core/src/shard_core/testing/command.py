@@ -39,13 +39,13 @@ class TestStrategy(Conformance):
 _SIZES, _PROGRAM_SIZE = (1, 2, 3), 2
 _FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 _OF_PROGRAMS = ("seed", "minutes", "ledger")
-_OF_PROMISES = ("promises", "assignments", "verbose", "device")
+_OF_PROMISES = ("promises", "assignments", "verbose")
 _NOT_TOGETHER = {
     "": _OF_PROGRAMS,
     "programs": ("replay", *_OF_PROMISES),
-    "replay": ("world_sizes", *_OF_PROGRAMS, *_OF_PROMISES),
+    "replay": ("world_sizes", "device", *_OF_PROGRAMS, *_OF_PROMISES),
 }
-"""Which options have no meaning beside which; programs run on the CPU, where plain PyTorch computes beside them."""
+"""Which options have no meaning beside which."""
 _WORDS = {"promises": "promise", "assignments": "option", "world_sizes": "world-sizes"}
 _CAN_JUDGE = (0, 1)
 """The exit codes with which pytest ran tests: all passed, or some failed."""
@@ -166,14 +166,18 @@ def command(  # noqa: PLR0917 - click hands everything over by name
 def _check(info: StrategyInfo, world_sizes: tuple[int, ...], options: Mapping[str, Any]) -> tuple[int, ...]:
     """Find out what can be found out before any rank is started; return the sizes it can be judged at."""
     _require_pytest()
-    import torch
-
     from shard_core.selection import get_strategy
 
     get_strategy(info.name, **options)
-    if options["accelerator"] == "cuda" and not torch.cuda.is_available():
-        raise _CannotRun("torch sees no CUDA device here; judge the strategy with --device cpu, or where there is one.")
+    _require_device(options["accelerator"])
     return _possible(info, world_sizes)
+
+
+def _require_device(name: str) -> None:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise _CannotRun("torch sees no CUDA device here; judge the strategy with --device cpu, or where there is one.")
 
 
 def _possible(info: StrategyInfo, world_sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -206,9 +210,20 @@ def _run_programs(context: click.Context, info: StrategyInfo) -> int:
         program = program_from(given["replay"])
         _possible(info, (program.world_size,))
         return replay_file(info.name, program, as_json=given["as_json"])
+    device = _device_of_programs(info, given["device"])
     sizes = _possible(info, given["world_sizes"] or (min(_PROGRAM_SIZE, info.max_ranks or _PROGRAM_SIZE),))
     asked = {name: given[name] for name in ("seed", "minutes", "ledger", "as_json")}
-    return run_programs(info.name, given["programs"], world_sizes=sizes, **asked)
+    return run_programs(info.name, given["programs"], world_sizes=sizes, device=device, **asked)
+
+
+def _device_of_programs(info: StrategyInfo, name: str) -> str:
+    """Return what programs call the device; the CPU is what ``--device`` says if nobody does."""
+    if name == "cpu":
+        return ""
+    if name not in info.devices:
+        raise _CannotRun(f"strategy {info.name!r} runs on {', '.join(info.devices)}, not on {name!r}.")
+    _require_device(name)
+    return name
 
 
 def _require_pytest() -> None:

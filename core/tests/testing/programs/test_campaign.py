@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from shard_core import plugins
 from shard_core.errors import InvalidOption
@@ -13,8 +14,12 @@ from shard_core.testing.programs import operations as ops
 from shard_core.testing.programs.campaign import VERDICTS, campaign, others_of
 from shard_core.testing.programs.coverage import Coverage
 from shard_core.testing.programs.grammar import draw, legal
+from shard_core.testing.programs.judgement import patience
 from shard_core.testing.programs.kept import kept_programs
+from shard_core.testing.programs.parts import PARTS
+from shard_core.testing.programs.parts.dropout import MASKS
 from shard_core.testing.programs.program import from_json, segments
+from shard_core.testing.programs.writing.script import script_of
 
 ROGUES = ("summed", "never_clips", "ignores_denominator", "resets_learning_rate", "forgets_buffers", "drops_moments")
 
@@ -122,3 +127,30 @@ def test_only_what_was_reached_is_covered():
     coverage.add(program, 2)
     assert coverage.pairs.seen == 1
     assert 0 < coverage.pairs.share < 0.01
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_ranks_compute_on_the_device_that_is_asked_for_and_see_it(worlds):
+    environments = []
+
+    def noting(size, environment):
+        environments.append(environment)
+        return worlds(size, environment)
+
+    report = campaign("ddp", count=1, device="cuda", others=(), worlds=noting)
+    assert not report.passed
+    assert report.kept == 0
+    assert [each.symptom for each in report.refusals] == ["setup LaunchError"]
+    assert report.refusals[0].sentence.startswith("accelerator 'cuda' was asked for")
+    assert all("CUDA_VISIBLE_DEVICES" not in each for each in environments)
+
+
+def test_the_judge_follows_the_masks_and_the_time_of_a_device():
+    program = draw(0, "ddp", device="cuda")
+    assert from_json(program.to_json()) == program
+    assert "get_strategy('ddp', accelerator='cuda'" in script_of(program)
+    assert patience(program) > patience(dataclasses.replace(program, device="", compiled=""))
+    part = PARTS["dropout"]().to("meta")
+    part(torch.empty(2, 3, part.layer.in_features, device="meta"), torch.empty(0))
+    assert len(MASKS.shown) == 1
+    MASKS.shown.clear()

@@ -236,3 +236,13 @@ def test_nearly_every_operation_follows_every_other():
 def test_one_strategy_goes_on_as_itself_alone():
     switches = [each for seed in range(100) for each in draw(seed, "ddp").operations if isinstance(each, ops.Switch)]
     assert {each.strategy for each in switches} <= {"ddp"}
+
+
+def test_programs_for_a_device_have_what_a_cpus_oracle_can_follow():
+    drawn = [draw(seed, "ddp", device="cuda") for seed in range(100)]
+    assert all(program.device == "cuda" and legal(program) for program in drawn)
+    assert {program.precision for program in drawn} == {"32-true"}
+    kinds = {type(each) for program in drawn for each in program.operations}
+    assert kinds.isdisjoint({ops.HookGradients, ops.Initialize})
+    assert not any(spec.fused and spec.kind == "adagrad" for program in drawn for spec in program.optimizers)
+    assert any(spec.fused for program in drawn for spec in program.optimizers)

@@ -84,7 +84,10 @@ def _listen(connection: Connection, requests: queue.SimpleQueue[bytes]) -> None:
 def _join_group() -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Where there are devices for all, tensors on them go as they do in training; NCCL takes one rank for each.
+    over_nccl = dist.is_nccl_available() and size <= torch.cuda.device_count()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if over_nccl else "gloo", store=store, rank=rank, world_size=size)
 
 
 def _reset(environment: dict[str, str], folder: str) -> None:

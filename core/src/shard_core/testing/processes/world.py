@@ -32,7 +32,8 @@ _NOTHING: Mapping[str, str] = types.MappingProxyType({})
 class World:
     """A number of ranks that live on between tests and run the functions they are sent.
 
-    The ranks are processes with a default process group over gloo and the environment that torchrun
+    The ranks are processes with a default process group, over gloo or, where each can have a CUDA device, over NCCL for
+    tensors on these, and the environment that torchrun
     would give them. They start at the first ``run``. After a rank has hung, died, or left the others
     out of step, the ranks are replaced and the next ``run`` finds fresh ones.
 

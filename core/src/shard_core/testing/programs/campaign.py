@@ -40,7 +40,7 @@ _PARTICULARS = re.compile(r"'[^']*'|\d+(?:\.\d+)?")
 _FILES = (ops.Save, ops.Load, ops.Fail, ops.SavePretrained, ops.LoadWeights, ops.Switch)
 """Operations whose time is that of the disk."""
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
-"""What keeps strategies on the CPU, where the oracle computes."""
+"""What keeps strategies on the CPU, where the oracle computes, unless another device is asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,6 +184,7 @@ def campaign(
     count: int,
     seed: int = 0,
     minutes: float | None = None,
+    device: str = "",
     world_size: int = 2,
     sizes: Sequence[int] = (),
     others: Sequence[str] | None = None,
@@ -197,6 +198,7 @@ def campaign(
         count: How many random programs to run at most.
         seed: What the first is drawn from; the next from the next number.
         minutes: When to begin no other program.
+        device: The device type that they compute on, as in ``Program``; kept programs are the CPU's and left out then.
         world_size: How many ranks.
         sizes: Numbers of ranks that programs may go on with.
         others: Strategies that programs may go on under; by default those that ``others_of`` finds.
@@ -216,16 +218,19 @@ def campaign(
             f"programs of {strategy!r}, whose ranks share layers, stay on as many ranks as they begin on: give one "
             f"number of them, such as {world_size}."
         )
-    names = others_of(info, max([world_size, *sizes])) if others is None else tuple(others)
-    drawn = functools.partial(draw, strategy=strategy, world_size=world_size, others=names, sizes=tuple(sizes))
-    tally = _Tally(Coverage(strategy, world_size, names))
+    names = others_of(info, max([world_size, *sizes]), device or "cpu") if others is None else tuple(others)
+    drawn = functools.partial(
+        draw, strategy=strategy, device=device, world_size=world_size, others=names, sizes=tuple(sizes)
+    )
+    tally = _Tally(Coverage(strategy, world_size, names, device))
     kept = {name: each for name, each in kept_programs().items() if each.strategy == strategy and _is_possible(each)}
+    kept = {} if device else kept
     end = time.monotonic() + 60 * minutes if minutes is not None else None
     defect = None
     memory = Memory()
-    with _ranks(worlds) as at_hand, quiet():
+    with _ranks(worlds, hidden=not device) as at_hand, quiet():
         # What starting ranks and importing an engine take says nothing about programs.
-        judge(_nothing(strategy, world_size), at_hand, timeout=_STARTS_WITHIN)
+        judge(_nothing(strategy, device, world_size), at_hand, timeout=_STARTS_WITHIN)
         begun = time.monotonic()
         for origin, program in _programs(kept, range(seed, seed + count), drawn):
             if end is not None and time.monotonic() >= end:
@@ -269,7 +274,7 @@ def replay(program: Program) -> Judgement:
     Raises:
         UnknownStrategy: If nobody offers a strategy that it names.
     """
-    with _ranks(None) as worlds, quiet():
+    with _ranks(None, hidden=not program.device) as worlds, quiet():
         return judge(program, worlds)
 
 
@@ -334,10 +339,12 @@ def _as_kept(name: str, judgement: Judgement) -> Judgement:
     return dataclasses.replace(judgement, verdict="defect", symptom=f"{judgement.verdict}, once {before}", text=text)
 
 
-def _nothing(strategy: str, world_size: int) -> Program:
+def _nothing(strategy: str, device: str, world_size: int) -> Program:
     """Return a program that ends with its setup."""
     models, optimizers = (ModelSpec(parts=("linear",)),), (OptimizerSpec(),)
-    return Program(seed=0, strategy=strategy, world_size=world_size, models=models, optimizers=optimizers)
+    return Program(
+        seed=0, strategy=strategy, device=device, world_size=world_size, models=models, optimizers=optimizers
+    )
 
 
 def _shrunk(origin: str, program: Program, found: Judgement, worlds: Callable[[int], World]) -> Defect:
@@ -347,13 +354,14 @@ def _shrunk(origin: str, program: Program, found: Judgement, worlds: Callable[[i
 
 
 @contextlib.contextmanager
-def _ranks(worlds: Worlds | None) -> Iterator[Callable[[int], World]]:
-    """Yield what returns ranks: those that are there, or some that end with the campaign."""
+def _ranks(worlds: Worlds | None, *, hidden: bool) -> Iterator[Callable[[int], World]]:
+    """Yield what returns ranks, which may see no GPU: those that are there, or some that end with the campaign."""
+    environment = _HIDDEN if hidden else {}
     if worlds is not None:
-        yield lambda size: worlds(size, _HIDDEN)
+        yield lambda size: worlds(size, environment)
         return
     own = Worlds()
     try:
-        yield lambda size: own(size, _HIDDEN)
+        yield lambda size: own(size, environment)
     finally:
         own.close()

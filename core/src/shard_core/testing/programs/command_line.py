@@ -31,6 +31,7 @@ def run_programs(
     count: int,
     *,
     world_sizes: tuple[int, ...],
+    device: str = "",
     seed: int | None = None,
     minutes: float | None = None,
     ledger: Path | None = None,
@@ -42,6 +43,7 @@ def run_programs(
         strategy: Its name.
         count: How many.
         world_sizes: How many ranks, and how many programs may go on with.
+        device: The device type they compute on; ``""`` for the CPU, or else the one that the strategy has.
         seed: The first; by default the ledger's, or 0.
         minutes: When to stop.
         ledger: A JSON file of each strategy's next seed, which is read and written.
@@ -70,6 +72,7 @@ def run_programs(
             count=count,
             seed=first,
             minutes=minutes,
+            device=device,
             world_size=world_sizes[0],
             sizes=world_sizes if len(world_sizes) > 1 else (),
             on_program=on_program,

@@ -45,10 +45,11 @@ class Coverage:
         strategy: Whose programs are counted.
         world_size: How many ranks they have.
         others: Strategies that they go on under.
+        device: The device type that they compute on, as in ``Program``.
     """
 
-    def __init__(self, strategy: str, world_size: int, others: tuple[str, ...]) -> None:
-        self._drawn_from = strategy, world_size, others
+    def __init__(self, strategy: str, world_size: int, others: tuple[str, ...], device: str = "") -> None:
+        self._drawn_from = strategy, world_size, others, device
         self._pairs: set[tuple[str, str]] = set()
         self._cells: set[tuple[str, str, str]] = set()
 
@@ -78,13 +79,13 @@ class Coverage:
 
 
 @functools.lru_cache(maxsize=16)
-def drawable(strategy: str, world_size: int, others: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+def drawable(strategy: str, world_size: int, others: tuple[str, ...], device: str = "") -> tuple[frozenset[str], ...]:
     """Find out which operations, parts and settings a strategy's programs can have, by drawing some.
 
     Returns:
         The names of the kinds of operations, of the parts, and of the settings.
     """
-    programs = [draw(seed, strategy, world_size=world_size, others=others) for seed in range(_DRAWN)]
+    programs = [draw(seed, strategy, device=device, world_size=world_size, others=others) for seed in range(_DRAWN)]
     kinds = {type(each).__name__ for program in programs for each in program.operations}
     parts = {part for program in programs for model in program.models for part in model.parts}
     settings = {setting for program in programs for setting in _settings(program)}

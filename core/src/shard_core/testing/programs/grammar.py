@@ -65,13 +65,20 @@ def legal(program: Program) -> bool:
 
 
 def draw(
-    seed: int, strategy: str, *, world_size: int = 2, others: Sequence[str] = (), sizes: Sequence[int] = ()
+    seed: int,
+    strategy: str,
+    *,
+    device: str = "",
+    world_size: int = 2,
+    others: Sequence[str] = (),
+    sizes: Sequence[int] = (),
 ) -> Program:
     """Draw a program.
 
     Args:
         seed: The same seed and strategy draw the same program.
         strategy: The name of the strategy it begins under.
+        device: The device type it computes on, as in ``Program``.
         world_size: How many ranks.
         others: Strategies that it may go on under.
         sizes: Numbers of ranks that it may go on with.
@@ -81,7 +88,12 @@ def draw(
     """
     chance = random.Random(f"{seed} {strategy} {world_size}")
     card = plugins.find(strategy)
-    program = draw_frame(seed, strategy, world_size, card, chance)
+    if device:  # what is drawn for strategies that have no other is what a CPU's oracle can follow there
+        card = dataclasses.replace(card, devices=(device,))
+    program = dataclasses.replace(draw_frame(seed, strategy, world_size, card, chance), device=device)
+    if device:  # torch has a fused Adagrad on the CPU alone
+        specs = [dataclasses.replace(each, fused=each.fused and each.kind != "adagrad") for each in program.optimizers]
+        program = dataclasses.replace(program, optimizers=tuple(specs))
     names = [strategy, *(name for name in others if _can_go_on(program, plugins.find(name)))]
     situation = Situation(program)
     operations: list[Operation] = []

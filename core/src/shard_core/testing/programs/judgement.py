@@ -201,7 +201,7 @@ def _changed(program: Program, trace: Trace) -> str:
 
 def _has_own_kernels(program: Program) -> bool:
     """Return whether a program computes on devices with other kernels than the CPU's."""
-    return any("cpu" not in plugins.find(name).devices for name in strategies_of(program))
+    return bool(program.device) or any("cpu" not in plugins.find(name).devices for name in strategies_of(program))
 
 
 def _as_before(key: str, before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -63,6 +63,7 @@ class Program:
     Attributes:
         seed: What it was drawn from, and what its weights are.
         strategy: The name of the strategy it begins under.
+        device: The device type it computes on; ``""`` for the CPU, or else the one that its strategies have.
         world_size: How many ranks.
         precision: The name of the precision.
         models: Its models.
@@ -81,6 +82,7 @@ class Program:
 
     seed: int
     strategy: str
+    device: str = ""
     world_size: int = 2
     precision: str = "32-true"
     models: tuple[ModelSpec, ...]

@@ -48,7 +48,8 @@ def built(program: Program, *, first: bool = False) -> str:
 
 def strategy_of(program: Program, name: str) -> str:
     """Write the call that makes a strategy, with the options of a program's that it has."""
-    more = "" if program.precision == "32-true" else f", precision={program.precision!r}"
+    more = f", accelerator={program.device!r}" if program.device else ""
+    more += "" if program.precision == "32-true" else f", precision={program.precision!r}"
     # Parameters that are not always used are what this option of strategies that have it is for.
     skips = any(part in SKIPPING for model in program.models for part in model.parts)
     if skips and any(option.name == "find_unused_parameters" for option in plugins.find(name).options):
