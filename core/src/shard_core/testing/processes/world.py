@@ -33,9 +33,8 @@ class World:
     """A number of ranks that live on between tests and run the functions they are sent.
 
     The ranks are processes with a default process group, over gloo or, where each can have a CUDA device, over NCCL for
-    tensors on these, and the environment that torchrun
-    would give them. They start at the first ``run``. After a rank has hung, died, or left the others
-    out of step, the ranks are replaced and the next ``run`` finds fresh ones.
+    tensors on these, and the environment that torchrun would give them. They start at the first ``run``. After a rank
+    has hung, died, or left the others out of step, the ranks are replaced and the next ``run`` finds fresh ones.
 
     Args:
         size: How many ranks.
@@ -148,12 +147,14 @@ def _unpacked(value: bytes) -> Any:
 
 def _talk() -> None:
     """Exchange a message over every pair and make a group: both hang if the ranks have lost step."""
+    import torch
     import torch.distributed as dist
 
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, dist.get_rank())
     group = dist.new_group()
-    dist.barrier(group)  # a rank that leaves a group early ends it for one that is still joining
+    # In host memory, which gloo carries: a rank that leaves a group early ends it for one that is still joining.
+    dist.all_reduce(torch.zeros(1), group=group)
     dist.destroy_process_group(group)
 
 
