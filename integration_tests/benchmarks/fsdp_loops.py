@@ -52,7 +52,7 @@ class Tuned(Raw):
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self.settings = settings
-        self.model = self.wrapped(module)
+        super().__init__(module)
         fused = True if settings.fused else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=fused)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from raw_loops import CLIP, RATE, Batch
+from loops import CLIP
+from raw_loops import RATE
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,13 +42,13 @@ class FabricLoop:
         self.optimizer = self.fabric.setup_optimizers(torch.optim.AdamW(self.model.parameters(), lr=RATE))
         check_sharded(self.model)
 
-    def step(self, batch: Batch) -> float:
+    def step(self, *batch: torch.Tensor) -> torch.Tensor:
         loss = self.model(*batch)
         self.fabric.backward(loss)
         self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
 
 class AccelerateLoop:
@@ -72,13 +73,13 @@ class AccelerateLoop:
         self.model, self.optimizer = self.accelerator.prepare(module, optimizer)
         check_sharded(self.model)
 
-    def step(self, batch: Batch) -> float:
+    def step(self, *batch: torch.Tensor) -> torch.Tensor:
         loss = self.model(*batch)
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
 
 LIBRARIES = {"Lightning Fabric": FabricLoop, "Accelerate FSDP2": AccelerateLoop}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import loops
 import torch
 import torch.distributed as dist
+from loops import CLIP
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,29 +16,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-CLIP, RATE = 1.0, 1e-3
+RATE = 1e-3
+adamw = functools.partial(torch.optim.AdamW, lr=RATE)
 
 
-class Raw:
+class Raw(loops.Raw):
     """One step of an engine whose gradients torch's own ``clip_grad_norm_`` understands."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.model = self.wrapped(module)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
+        super().__init__(self.wrapped(module), adamw, clip=True)
 
     def wrapped(self, module: nn.Module) -> Any:
         raise NotImplementedError
-
-    def step(self, batch: Batch) -> float:
-        loss = self.model(*batch)
-        loss.backward()
-        self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
-
-    def clip(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
 
 
 class RawDDP(Raw):
@@ -102,11 +94,11 @@ class RawDeepSpeed:
             model=module, optimizer=optimizer, config=settings, dist_init_required=False
         )[0]
 
-    def step(self, batch: Batch) -> float:
+    def step(self, *batch: torch.Tensor) -> torch.Tensor:
         loss = self.engine(*batch)
         self.engine.backward(loss)
         self.engine.step()
-        return loss.item()
+        return loss.detach()
 
 
 class RawDeepSpeedStage2(RawDeepSpeed):
@@ -126,16 +118,12 @@ class RawXLAFSDP(Raw):
 
         return XlaFullyShardedDataParallel(module.to(torch_xla.device()))
 
-    def step(self, batch: Batch) -> float:
+    def step(self, *batch: torch.Tensor) -> torch.Tensor:
         import torch_xla
 
-        loss = self.model(*batch)
-        loss.backward()
-        self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        loss = super().step(*batch)
         torch_xla.sync()
-        return loss.item()
+        return loss
 
     def clip(self) -> None:
         self.model.clip_grad_norm_(CLIP)

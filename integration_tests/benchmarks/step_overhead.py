@@ -7,11 +7,12 @@ time, so a machine that slows down slows both. Of XLA's two engines a process ca
 
 import argparse
 import dataclasses
-import statistics
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import loops
 import raw_loops
 import torch
 import torch.distributed as dist
@@ -90,24 +91,14 @@ def batches(count: int, rank: int, batch: int = BATCH) -> list[Batch]:
     return [(text[:, :-1], text[:, 1:]) for text in texts]
 
 
-class Ours:
-    """The loop of the README."""
+class Ours(loops.Ours):
+    """Our loop of the model, drawn by all ranks alike."""
 
     def __init__(self, strategy: Any, *size: int) -> None:
-        self.strategy = strategy
         strategy.seed_everything(0)
         with strategy.module_init_context():
             model = GPT(*size)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self.model, (self.optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
-
-    def step(self, batch: Batch) -> float:
-        loss = self.model(*batch)
-        self.strategy.backward(loss, self.model)
-        self.strategy.clip_gradients_norm(self.model, self.optimizer, 1.0)
-        self.strategy.optimizer_step(self.optimizer)
-        self.optimizer.zero_grad()
-        return loss.item()
+        super().__init__(strategy, model, raw_loops.adamw, clip=True)
 
 
 def timed(loop: Any, data: list[Batch]) -> tuple[float, float]:
@@ -117,7 +108,7 @@ def timed(loop: Any, data: list[Batch]) -> tuple[float, float]:
         dist.barrier()
     started = time.perf_counter()
     for batch in data:
-        loss = loop.step(batch)
+        loss = loop.step(*batch).item()
     seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
     if several:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -128,19 +119,18 @@ def compare(strategy: Any, engine: str, rounds: int, steps: int) -> tuple[float,
     """Return raw and our median milliseconds per step, the median ratio, and how far the last losses differ."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    loops = ENGINES[engine].raw(GPT()), Ours(strategy)
+    pair = ENGINES[engine].raw(GPT()), Ours(strategy)
     data = [strategy.batch_to_device(each) for each in batches(steps, strategy.distributed_sampler_kwargs["rank"])]
-    for loop in loops:
+    losses = [0.0, 0.0]
+
+    def turn(which: int) -> float:
+        milliseconds, losses[which] = timed(pair[which], data)
+        return milliseconds
+
+    for loop in pair:
         timed(loop, data[:5])
-    pairs, losses = [], (0.0, 0.0)
-    for number in range(rounds):
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        results = {which: timed(loops[which], data) for which in order}
-        pairs.append((results[0][0], results[1][0]))
-        losses = results[0][1], results[1][1]
-    raw, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(mine / theirs for theirs, mine in pairs)
-    return raw, ours, ratio, abs(losses[1] - losses[0]) / losses[0]
+    found = loops.race(functools.partial(turn, 0), functools.partial(turn, 1), rounds)
+    return found["raw_ms"], found["ours_ms"], found["ratio"], abs(losses[1] - losses[0]) / losses[0]
 
 
 def main() -> None:
