@@ -40,12 +40,13 @@ class Writer:
     """What people compare with: this rank's bytes into one file, then on to the disk."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._views = [tensor.detach().reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
+        self._parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / f"{dist.get_rank()}.bin", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        for view in self._views:
+        for part in self._parts:
+            view = part.cpu().numpy().data  # of a device a copy, which belongs to the work
             while view:
                 view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
@@ -54,9 +55,12 @@ class Writer:
 
     def load(self, folder: Path) -> None:
         with open(folder / f"{dist.get_rank()}.bin", "rb", buffering=0) as file:
-            for view in self._views:
+            for part in self._parts:
+                host = part if part.device.type == "cpu" else torch.empty_like(part, device="cpu")
+                view = host.numpy().data
                 while view:
                     view = view[file.readinto(view) :]
+                part.copy_(host)  # which does nothing for itself
         dist.barrier()
 
 
@@ -88,20 +92,27 @@ def _anonymous() -> int:
 @contextlib.contextmanager
 def measured(results: Measured, name: str) -> Iterator[None]:
     dist.barrier()
+    _synchronize()
     with Memory() as memory:
         started = time.perf_counter()
         yield
+        _synchronize()
         seconds = time.perf_counter() - started
     slowest = torch.tensor([seconds, memory.most], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     results.setdefault(name, []).append((slowest[0].item(), slowest[1].item()))
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def resharded(model: nn.Module) -> nn.Module:
     """Build a module of the same names whose matrices are sharded along their other dim."""
     other = nn.Module()
     for name, parameter in model.named_parameters():
-        whole = torch.zeros(parameter.shape)
+        whole = torch.zeros(parameter.shape, device=parameter.device)
         resharded_parameter = distribute_tensor(whole, parameter.device_mesh, [Shard(whole.dim() - 1)])
         _set(other, name, nn.Parameter(resharded_parameter))
     return other
@@ -116,12 +127,12 @@ def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module.register_parameter(last, parameter)
 
 
-def compare(strategy: Any, folder: Path, megabytes: int, rounds: int) -> tuple[Measured, float]:
-    layers = max(1, round(megabytes * 1e6 / 12 / WIDTH / WIDTH))
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+def compare(strategy: Any, folder: Path, megabytes: float, rounds: int, width: int = WIDTH) -> tuple[Measured, float]:
+    layers = max(1, round(megabytes * 1e6 / 12 / width / width))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, (optimizer,) = strategy.setup_module_and_optimizers(model, [optimizer])
-    inputs = torch.randn(8, WIDTH)
+    inputs = torch.randn(8, width, device=strategy.root_device)
 
     def train() -> None:
         strategy.backward(model(inputs).square().mean(), model)
@@ -131,7 +142,8 @@ def compare(strategy: Any, folder: Path, megabytes: int, rounds: int) -> tuple[M
     train()
     live = strategy.unwrap(model)
     slots = [slot for state in optimizer.state.values() for slot in state.values() if slot.dim()]
-    tensors = [each.to_local() if isinstance(each, DTensor) else each for each in [*live.parameters(), *slots]]
+    held = [each.detach() for each in [*live.parameters(), *slots]]
+    tensors = [each.to_local() if isinstance(each, DTensor) else each for each in held]
     total = sum(tensor.nbytes for tensor in tensors) * strategy.world_size
     other, raw, state = resharded(live), Writer(tensors), {"model": model, "optimizer": optimizer}
     side_channel = dist.new_group()  # the saves in the background must not meet training's messages
@@ -154,10 +166,15 @@ def compare(strategy: Any, folder: Path, megabytes: int, rounds: int) -> tuple[M
     }
     for number in range(rounds + 1):
         results = results if number else {}  # the first round warms up
+        before = [tensor.clone() for tensor in tensors]
         for name, step in steps.items():
+            if name.startswith("load"):
+                for tensor in tensors:
+                    tensor.zero_()
             path = folder / ("raw" if "raw" in name else "dcp" if "DCP" in name else "ours")
             with measured(results, name):
                 step(path)
+            assert all(map(torch.equal, before, tensors)), f"{name} leaves other values"
         with measured(results, "save in the background: DCP, until training goes on"):
             future = dcp.async_save(
                 _dcp_state(live, optimizer), checkpoint_id=folder / "dcp-background", process_group=side_channel
