@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import pytest
 from environments import ROOT
 
-sys.path.append(str(ROOT / "integration_tests" / "gpu"))
+sys.path += [str(ROOT / "integration_tests" / "gpu"), str(ROOT / "docs" / "extensions")]
 
 import accept  # the folder of a script is where Python looks for what stands beside it
-import device_page
+import gpu_page
 import section_step
 from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Case, Failed, Later, Ledger, Machine, Skipped
 
@@ -94,19 +94,19 @@ def test_sections_run_tiny(name: str, ledger: Ledger) -> None:
     for record in records.values():
         assert record["status"] in (PASSED, SKIPPED), record
         assert record["reason"] or record["figures"]
-    assert all(case in device_page.page(records) for case in CHEAP[name])
+    assert all(case in gpu_page.page(records) for case in CHEAP[name])
 
 
 def test_what_kits_have_found_is_what_strategies_were_seen_on() -> None:
     found = json.loads((ROOT / "integration_tests" / "gpu" / "gpu.json").read_text())
-    known = json.loads(device_page.RECORD.read_text())
-    assert device_page.record(known, found) == known
-    assert device_page.PAGE.read_text() == device_page.page(found)
+    known = json.loads(gpu_page.RECORD.read_text())
+    assert gpu_page.record(known, found) == known
+    assert gpu_page.PAGE.read_text() == gpu_page.page(found)
     kit = {"device": "a card", "torch": "2.11.0", "date": "2026-01-01", "on": "cuda", "quick": False, "seconds": 1.0}
 
     def seen(**changes: Any) -> Any:
         run = {**kit, "status": PASSED, **changes}
-        return device_page.record(known, {device_page.KIT + "ddp": run})["ddp"]["on"]["cuda"]
+        return gpu_page.record(known, {gpu_page.KIT + "ddp": run})["ddp"]["on"]["cuda"]
 
     assert seen() == {"device": "a card", "torch": "2.11.0", "date": "2026-01-01"}
     for changes in ({"status": FAILED}, {"status": NOT_REACHED}, {"quick": True}):

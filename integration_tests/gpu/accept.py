@@ -3,7 +3,7 @@
 Run it with ``python integration_tests/gpu/accept.py --into gpu.json``. Sections stand in order of worth and have a
 share of the time each; so do their cases. What is not reached is written as such and comes first in the next run into
 the same file. It exits with 1, and a sentence for each, where something is wrong. ``--device cpu --quick`` runs all of
-it tiny on a CPU; ``device_page.py`` makes a page of the file.
+it tiny on a CPU; ``docs/extensions/gpu_page.py`` makes a page of the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write what was found on a device: ``python integration_tests/gpu/device_page.py gpu.json``.
+"""Write what was found on a device: ``python docs/extensions/gpu_page.py gpu.json``.
 
 The page is docs/reference/gpu.md. The record of where each strategy was seen to keep the contract is installed with
 core, which shows it in ``shard show``, ``shard list`` and on the pages of backends.
@@ -23,7 +23,7 @@ made from that file, and so is the record of where each strategy was seen to run
 
 ```console
 $ python integration_tests/gpu/accept.py --into gpu.json
-$ python integration_tests/gpu/device_page.py gpu.json
+$ python docs/extensions/gpu_page.py gpu.json
 ```
 
 "Not reached" means that the time was up; such a case comes first in the next run into the same file. What each case
