@@ -19,21 +19,24 @@ sys.path += [str(ROOT / "integration_tests" / "gpu"), str(ROOT / "docs" / "exten
 
 import accept  # the folder of a script is where Python looks for what stands beside it
 import gpu_page
-import section_step
-from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Case, Failed, Later, Ledger, Machine, Skipped
+import loops
+import traces
+from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Case, Failed, Ledger, Machine, Skipped
 
 Run = Callable[[Machine], Mapping[str, Any]]
 Section = Callable[..., None]
 TINY = Machine("cpu", quick=True)
 CHEAP = {
     "step": ["fsdp bf16-mixed", "ddp kernels and waits"],
-    "contract": ["precisions of single"],
+    "contract": ["gloo, two ranks on one device", "kit: single", "programs: ddp"],
     "memory": ["fsdp", "fsdp_cpu_offload"],
-    "faults": ["out of memory in forward, fsdp", "NaN, bf16-mixed", "NaN, 16-mixed", "hung NCCL collective"],
+    "faults": ["out of memory in forward, fsdp", "out of memory in backward, ddp", "NaN", "hung NCCL collective"],
     "checkpoint": ["fsdp"],
-    "several": ["scaling"],
+    "several": ["scaling and overlap, ddp", "NCCL abort", "hsdp across two hosts", "tp across two hosts"],
 }
-TAKE_LONG = ("step", "memory", "faults")
+TAKE_LONG = ("step", "contract", "memory", "faults", "several")
+LLAMA = ("step", "several")
+TINY_CASES = [(name, case) for name, cases in CHEAP.items() for case in cases]
 
 
 @pytest.fixture
@@ -55,7 +58,7 @@ def section(monkeypatch: pytest.MonkeyPatch) -> Section:
 
 
 def run(names: list[str], ledger: Ledger, seconds: float = 60.0) -> None:
-    accept.work("made_up", names, TINY, ledger, time.monotonic() + seconds)
+    accept.run_section("made_up", names, TINY, ledger, time.monotonic() + seconds)
 
 
 def passing(_: Machine) -> dict[str, Any]:
@@ -84,17 +87,18 @@ def sleeping(_: Machine) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.long] * (each in TAKE_LONG)) for each in CHEAP])
-def test_sections_run_tiny(name: str, ledger: Ledger) -> None:
-    if name == "step":
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(*each, marks=[pytest.mark.long] * (each[0] in TAKE_LONG)) for each in TINY_CASES],
+)
+def test_sections_run_tiny(name: str, case: str, ledger: Ledger) -> None:
+    if name in LLAMA:
         pytest.importorskip("transformers")
-    accept.work(name, CHEAP[name], TINY, ledger, time.monotonic() + 200)
-    records = ledger.records()
-    assert list(records) == [f"{name}/{case}" for case in CHEAP[name]]
-    for record in records.values():
-        assert record["status"] in (PASSED, SKIPPED), record
-        assert record["reason"] or record["figures"]
-    assert all(case in gpu_page.page(records) for case in CHEAP[name])
+    ledger.write(f"{name}/{case}", accept.cases_of(name)[case].outcome(TINY))
+    (record,) = ledger.records().values()
+    assert record["status"] in (PASSED, SKIPPED), record
+    assert record["reason"] or record["figures"]
+    assert case in gpu_page.page(ledger.records())
 
 
 def test_what_kits_have_found_is_what_strategies_were_seen_on() -> None:
@@ -134,14 +138,14 @@ def test_what_is_not_reached_comes_first_next_time(section: Section, ledger: Led
     section(first=passing, second=failing, third=passing)
     run(["first", "second"], ledger)
     run(["third"], ledger, seconds=-1)
-    assert ledger.records()["made_up/third"]["status"] == NOT_REACHED
+    assert "made_up/third" not in ledger.records()
     order = ledger.ordered("made_up", ["first", "second", "third"], TINY, (NOT_REACHED, FAILED, PASSED))
     assert order == ["third", "second", "first"]
 
 
 def test_sections_for_which_there_is_no_time_are_written_too(section: Section, ledger: Ledger) -> None:
     section(first=passing)
-    accept.run_all(["made_up"], TINY, ledger, seconds=-1.0, missing=False)
+    accept.run_all(["made_up"], TINY, ledger, seconds=-1.0)
     assert [each["status"] for each in ledger.records().values()] == [NOT_REACHED]
 
 
@@ -155,32 +159,34 @@ def test_time_that_is_up_takes_back_no_verdict(section: Section, ledger: Ledger)
 def test_a_quick_run_says_nothing_about_a_full_one(section: Section, ledger: Ledger) -> None:
     section(first=passing)
     run(["first"], ledger)
-    assert ledger.status("made_up/first", TINY) == PASSED
-    assert ledger.status("made_up/first", Machine("cpu", quick=False)) == NOT_REACHED
+    assert ledger.ordered("made_up", ["first"], TINY, [PASSED]) == ["first"]
+    assert ledger.ordered("made_up", ["first"], Machine("cpu", quick=False), [PASSED]) == []
 
 
-def test_a_case_that_waits_lets_others_go_first(section: Section, ledger: Ledger) -> None:
-    done: list[int] = []
+def test_cases_that_may_run_beside_one_another(
+    section: Section, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
 
-    def waiting(_: Machine) -> dict[str, Any]:
-        if not done:
-            raise Later
-        return {}
+    class Noted(accept.Running):
+        def __init__(self, section: str, case: Case, machine: Machine) -> None:
+            begun.append(case.name)
+            super().__init__(section, case, machine)
 
-    def other(_: Machine) -> dict[str, Any]:
-        done.append(1)
-        return {}
-
-    section(waits=waiting, other=other)
-    run(["waits", "other"], ledger)
-    assert {each["status"] for each in ledger.records().values()} == {PASSED}
+    monkeypatch.setattr(accept, "Running", Noted)
+    section(first=passing, beside=passing)
+    module: Any = sys.modules["section_made_up"]
+    module.cases = lambda: [Case("first", passing, 1), Case("beside", passing, 1, beside=True)]
+    accept.run_section("made_up", ["first", "beside"], Machine("cpu", quick=False), ledger, time.monotonic() + 30)
+    assert begun == ["beside", "first"]
+    assert [each["status"] for each in ledger.records().values()] == [PASSED, PASSED]
 
 
 def test_exits_with_one_and_a_sentence(
     section: Section, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     section(good=passing, deadly=exiting, bad=failing)
-    given = ["accept.py", "--device", "cpu", "--quick", "--section", "made_up", "--missing", "--into", str(ledger.path)]
+    given = ["accept.py", "--device", "cpu", "--quick", "--section", "made_up", "--into", str(ledger.path)]
     monkeypatch.setattr(sys, "argv", given)
     assert accept.main() == 1
     says = capfd.readouterr().err
@@ -196,7 +202,7 @@ def test_a_case_that_passed_before_may_end_its_process(section: Section, ledger:
     section(deadly=passing, good=passing)
     run(["deadly", "good"], ledger)
     section(deadly=exiting, good=failing)
-    assert accept.run_section("made_up", ["deadly", "good"], TINY, ledger, time.monotonic() + 30) == []
+    run(["deadly", "good"], ledger, 30)
     assert [each["status"] for each in ledger.records().values()] == [FAILED, FAILED]
 
 
@@ -209,19 +215,28 @@ def test_refuses_to_mix_quick_and_full_runs(
     with pytest.raises(SystemExit):
         accept.main()
     assert "give another file" in capsys.readouterr().err
-    assert ledger.status("made_up/good", TINY) == PASSED
+    assert ledger.ordered("made_up", ["good"], TINY, [PASSED]) == ["good"]
 
 
 def test_ends_what_runs_beyond_its_time(section: Section, ledger: Ledger) -> None:
     section(good=passing, endless=sleeping)
     accept.GRACE_SECONDS, before = 0.0, accept.GRACE_SECONDS
     try:
-        accept.run_section("made_up", ["good", "endless"], TINY, ledger, time.monotonic() + 3)
+        run(["good", "endless"], ledger, 3)
     finally:
         accept.GRACE_SECONDS = before
-    assert [each["status"] for each in ledger.records().values()] == [PASSED, NOT_REACHED]
+    assert {key: each["status"] for key, each in ledger.records().items()} == {"made_up/good": PASSED}
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(2, 1, 2), (7, 1, 7), (9, 2, 8), (12, 3, 10), (15, 4, 12)])
 def test_intervals_are_of_order_statistics(count: int, low: int, high: int) -> None:
-    assert section_step.interval([float(number) for number in range(1, count + 1)]) == (low, high)
+    assert loops.interval([float(number) for number in range(1, count + 1)]) == (low, high)
+
+
+def test_messages_beside_computing_are_measured() -> None:
+    def event(name: str, begin: float, end: float) -> dict[str, Any]:
+        return {"cat": "kernel", "name": name, "ts": begin, "dur": end - begin}
+
+    events = [event("ncclDevKernel", 0, 10), event("gemm", 2, 4), event("add", 3, 6), event("gemm", 9, 12)]
+    assert traces.overlap([*events, {"cat": "cpu_op", "name": "nccl", "ts": 0}], "cuda") == pytest.approx(0.5)
+    assert traces.overlap(events[1:], "cuda") is None

@@ -17,85 +17,90 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
-from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Ledger, Machine, run_cases
+from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Case, Ledger, Machine
 
-SECTIONS = {"step": 450, "contract": 450, "memory": 90, "faults": 120, "checkpoint": 180, "several": 10}
+SECTIONS = {"step": 450, "contract": 450, "memory": 90, "faults": 120, "checkpoint": 180, "several": 30}
 """Seconds of each section when there is time for all; with ``--seconds`` they keep their proportions."""
 GRACE_SECONDS = 5.0
 FORK = multiprocessing.get_context("fork")  # torch is imported once, and CUDA is not touched before
 
 
-def work(section: str, names: Sequence[str], machine: Machine, ledger: Ledger, deadline: float) -> None:
-    """Run cases in this process; one of its own leads a group, which whoever started it ends."""
-    own = multiprocessing.parent_process() is not None
-    if own:
+def cases_of(section: str) -> dict[str, Case]:
+    found: list[Case] = importlib.import_module(f"section_{section}").cases()
+    return {case.name: case for case in found}
+
+
+class Running:
+    """A case in a process of its own, which may end as it likes; whatever it has started ends with it."""
+
+    def __init__(self, section: str, case: Case, machine: Machine) -> None:
+        self.key, self.machine = f"{section}/{case.name}", machine
+        self._end, end = FORK.Pipe(duplex=False)
+        self._process = FORK.Process(target=self._work, args=(case, end))
+        self._process.start()
+        end.close()
+
+    def _work(self, case: Case, end: Connection) -> None:
         os.setsid()
-    if machine.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch sees no CUDA device here; --device cpu --quick tries everything tiny without one.")
-    module: Any = importlib.import_module(f"section_{section}")
-    known = {case.name: case for case in module.cases()}
-    if hasattr(module, "begin"):
-        module.begin(names, machine)
-    for name in run_cases(section, [known[name] for name in names], machine, ledger, deadline):
-        record = ledger.records()[f"{section}/{name}"]
-        print(f"{section}/{name}: {record['status']} in {record['seconds']} s {record['reason']}", flush=True)
-    if own:
-        os._exit(0)  # threads that still wait for what is not reached are not waited for
+        end.send(case.outcome(self.machine))
+        os._exit(0)  # threads that still wait for something are not waited for
 
-
-def run_section(section: str, names: Sequence[str], machine: Machine, ledger: Ledger, deadline: float) -> list[str]:
-    """Run cases in a process of their own, the rest of them in another after one that ended it, until time is up.
-
-    Returns:
-        What went wrong outside of any case.
-    """
-    left = list(names)
-    while left and time.monotonic() < deadline:
-        process = FORK.Process(target=work, args=(section, left, machine, ledger, deadline))
-        process.start()
-        process.join(deadline + GRACE_SECONDS - time.monotonic())
-        code = process.exitcode
-        assert process.pid
+    def finish(self, ledger: Ledger, deadline: float) -> None:
+        """Wait until it has ended or its time is up, and write how it has ended."""
+        in_time = self._end.poll(max(0.0, deadline + GRACE_SECONDS - time.monotonic()))
+        record = None
+        with contextlib.suppress(EOFError):
+            record = self._end.recv() if in_time else None
+        if in_time and record is None:
+            self._process.join()
+            why = f"the process ended with {self._process.exitcode} in it"
+            record = {"status": FAILED, "reason": why, **self.machine.kind}
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-        cut = [name for name in left if ledger.clear(f"{section}/{name}")]
-        if not code:  # all done, or out of time
-            break
-        if not cut:
-            return [f"section {section} ended with {code} outside of any case"]
-        key, why = f"{section}/{cut[0]}", f"the process ended with {code} in it"
-        ledger.write(key, **{**ledger.records()[key], "status": FAILED, "reason": why})
-        left = left[left.index(cut[0]) + 1 :]
-    return []
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        if record:
+            ledger.write(self.key, record)
+            print(f"{self.key}: {record['status']} {record['reason']}", flush=True)
 
 
-def run_all(sections: Sequence[str], machine: Machine, ledger: Ledger, seconds: float, missing: bool) -> list[str]:
+def run_section(section: str, names: Sequence[str], machine: Machine, ledger: Ledger, deadline: float) -> None:
+    """Run cases until the time is up: those that allow it beside the others, which take turns."""
+    cases = cases_of(section)
+    chosen = [cases[name] for name in names]
+    beside = [Running(section, each, machine) for each in chosen if each.beside and not machine.quick]
+    for case in chosen:
+        needed = case.seconds if machine.judges else 0.0
+        if (machine.quick or not case.beside) and deadline - time.monotonic() > needed:
+            Running(section, case, machine).finish(ledger, deadline)
+    for running in beside:
+        running.finish(ledger, deadline)
+
+
+def run_all(sections: Sequence[str], machine: Machine, ledger: Ledger, seconds: float) -> None:
     """Run what is new or was not reached, then what failed, section by section; then what time is left for."""
-    wrong: list[str] = []
     end, spare = time.monotonic() + seconds, 0.0
     scale = min(1.0, seconds / sum(SECTIONS[name] for name in sections))
-    names = {each: [case.name for case in importlib.import_module(f"section_{each}").cases()] for each in sections}
+    names = {each: list(cases_of(each)) for each in sections}
     passed = {each: ledger.ordered(each, names[each], machine, [PASSED]) for each in sections}
     for section in sections:
-        ledger.announce(section, names[section], machine)
+        for name in ledger.ordered(section, names[section], machine, [NOT_REACHED]):
+            record = {"status": NOT_REACHED, "reason": "the time was up", **machine.kind}
+            ledger.write(f"{section}/{name}", record)  # which holds until it is reached
     for section in sections:
-        began = time.monotonic()
-        budget = SECTIONS[section] * scale + spare
+        began, budget = time.monotonic(), SECTIONS[section] * scale + spare
         chosen = ledger.ordered(section, names[section], machine, (NOT_REACHED, FAILED, SKIPPED))
-        wrong += run_section(section, chosen, machine, ledger, min(began + budget, end))
+        run_section(section, chosen, machine, ledger, min(began + budget, end))
         spare = max(0.0, budget - (time.monotonic() - began))
     for section in sections:
         chosen = ledger.ordered(section, names[section], machine, [NOT_REACHED])
-        wrong += run_section(section, chosen, machine, ledger, end)
-    for section in sections if not missing else ():
-        wrong += run_section(section, passed[section], machine, ledger, end)
-    return wrong
+        run_section(section, chosen, machine, ledger, end)
+    for section in sections:
+        run_section(section, passed[section], machine, ledger, end)
 
 
 def main() -> int:
@@ -107,16 +112,17 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=float(sum(SECTIONS.values())), help="for all sections")
     parser.add_argument("--into", type=Path, default=Path("gpu.json"), help="the JSON file, made or continued")
-    parser.add_argument("--missing", action="store_true", help="do not run again what has passed")
     args = parser.parse_args()
-    ledger, kind = Ledger(args.into), (args.device, args.quick)
-    if any((each["on"], each["quick"]) != kind for each in ledger.records().values()):
+    ledger, machine = Ledger(args.into), Machine(args.device, args.quick)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device here; --device cpu --quick tries everything tiny without one.")
+    if any(not machine.kind.items() <= each.items() for each in ledger.records().values()):
         parser.error(f"{args.into} is of runs on another type of device, or of quick ones; give another file.")
-    wrong = run_all(args.section, Machine(args.device, args.quick), ledger, args.seconds, args.missing)
+    run_all(args.section, machine, ledger, args.seconds)
     records = {key: each for key, each in ledger.records().items() if key.partition("/")[0] in args.section}
     words = [each["status"] for each in records.values()]
     print(", ".join(f"{words.count(word)} {word}" for word in (PASSED, FAILED, SKIPPED, NOT_REACHED)), f"({args.into})")
-    wrong += [f"{key} failed: {each['reason']}" for key, each in records.items() if each["status"] == FAILED]
+    wrong = [f"{key} failed: {each['reason']}" for key, each in records.items() if each["status"] == FAILED]
     print(*wrong, sep="\n", file=sys.stderr)
     return 1 if wrong else 0
 
