@@ -25,7 +25,7 @@ from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Case, Ledger, Machine
 
 SECTIONS = {"step": 450, "contract": 450, "memory": 90, "faults": 120, "checkpoint": 180, "several": 30}
 """Seconds of each section when there is time for all; with ``--seconds`` they keep their proportions."""
-GRACE_SECONDS = 5.0
+GRACE_SECONDS, AT_ONCE = 5.0, 10
 FORK = multiprocessing.get_context("fork")  # torch is imported once, and CUDA is not touched before
 
 
@@ -70,15 +70,23 @@ class Running:
 
 def run_section(section: str, names: Sequence[str], machine: Machine, ledger: Ledger, deadline: float) -> None:
     """Run cases until the time is up: those that allow it beside the others, which take turns."""
-    cases = cases_of(section)
-    chosen = [cases[name] for name in names]
-    beside = [Running(section, each, machine) for each in chosen if each.beside and not machine.quick]
-    for case in chosen:
-        needed = case.seconds if machine.judges else 0.0
-        if (machine.quick or not case.beside) and deadline - time.monotonic() > needed:
+    cases, running = cases_of(section), list[Running]()
+    waiting = [cases[name] for name in names if cases[name].beside]
+
+    def begin() -> None:
+        while waiting and len(running) < (1 if machine.quick else AT_ONCE):
+            case = waiting.pop(0)
+            running.extend([Running(section, case, machine)] if time.monotonic() < deadline else [])
+
+    for case in (cases[name] for name in names if not cases[name].beside):
+        begin()
+        if deadline - time.monotonic() > (case.seconds if machine.judges else 0.0):
             Running(section, case, machine).finish(ledger, deadline)
-    for running in beside:
-        running.finish(ledger, deadline)
+    while waiting or running:
+        begin()
+        for each in running[:1]:
+            running.remove(each)
+            each.finish(ledger, deadline)
 
 
 def run_all(sections: Sequence[str], machine: Machine, ledger: Ledger, seconds: float) -> None:

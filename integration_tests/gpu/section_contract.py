@@ -14,7 +14,7 @@ from cases import Case, Failed, Machine, Skipped
 
 from shard_core import plugins
 
-KIT_SECONDS, PROGRAMS, QUICK_PROMISE = 330.0, 60, "micro_batches_add_up"
+KIT_SECONDS, PROGRAMS, QUICK_PROMISE = 330.0, 40, "micro_batches_add_up"
 
 
 def cases() -> list[Case]:
