@@ -2,7 +2,7 @@
 
 Each host is an agent of torchrun, with devices of its own; ranks that share the first device do so over gloo. Between
 two real hosts run the same on both, with ``--node-rank`` 0 and 1, in this folder and with benchmarks/ on PYTHONPATH:
-``torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr HOST ranks.py trains hsdp cuda nccl full``.
+``torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr HOST ranks.py trains hsdp cuda nccl``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from torch import nn
 from traces import overlap, trace
 
 from shard_core import get_strategy
+from shard_core.testing.processes.script import PythonRun
 
 TIMEOUT_SECONDS, ANSWER = 10, "answer: "
 
@@ -45,25 +43,14 @@ def run_ranks(
     there = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks)))).split(",")
     share, over_gloo = ranks // hosts, machine.device == "cpu" or (shared and ranks > 1)
     words = [mode, name, machine.device, "gloo" if over_gloo else "cpu:gloo,cuda:nccl"]
-    codes: list[int | None] = []
-    with tempfile.TemporaryDirectory() as folder:
-        agents = []
-        for host in range(hosts):
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}", f"--node-rank={host}"]
-            command += [f"--nproc-per-node={share}", "--master-addr=127.0.0.1", f"--master-port={port}", __file__]
-            own = there[:1] if shared else there[host * share :][:share]
-            given = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(own), "PYTHONPATH": os.pathsep.join(sys.path)}
-            with Path(folder, str(host)).open("w") as output:
-                command += [*words, "quick" if machine.quick else "full"]
-                agents.append(subprocess.Popen(command, env=given, stdout=output, stderr=output))
-        for agent in agents:
-            try:
-                codes.append(agent.wait(TIMEOUT_SECONDS if codes else seconds))
-            except subprocess.TimeoutExpired:
-                codes.append(None)
-                agent.terminate()  # so that it ends its ranks
-                agent.wait()
-        return codes[0], Path(folder, "0").read_text()
+    agents = []
+    for host in range(hosts):
+        place = [f"--nnodes={hosts}", f"--node-rank={host}", f"--nproc-per-node={share}", f"--master-port={port}"]
+        command = ["-m", "torch.distributed.run", *place, "--master-addr=127.0.0.1", __file__, *words]
+        own = ",".join(there[:1] if shared else there[host * share :][:share])
+        agents.append(PythonRun([*command, *["quick"] * machine.quick], environment={"CUDA_VISIBLE_DEVICES": own}))
+    first, *_ = (agent.outcome(TIMEOUT_SECONDS if number else seconds) for number, agent in enumerate(agents))
+    return first.exit_code, first.output + first.errors
 
 
 def train(ranks: int, machine: Machine, seconds: float, name: str, hosts: int = 1) -> dict[str, Any]:
@@ -112,7 +99,7 @@ def trains(strategy: Any, *, quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Start the strategy, and do what the mode says."""
-    mode, name, device, backend, size = sys.argv[1:]
+    mode, name, device, backend, *quick = sys.argv[1:]
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     options: dict[str, Any] = {} if name == "ddp" else {"unit_bytes": UNIT_BYTES}
     options |= {"hsdp": {"device_mesh": ("auto", local)}, "tp": {"tensor_parallel_size": max(local, 2)}}.get(name, {})
@@ -123,7 +110,7 @@ def main() -> None:
         if mode != "trains":
             goes_wrong(mode, strategy)
         else:
-            found = trains(strategy, quick=size == "quick")
+            found = trains(strategy, quick=bool(quick))
             print(ANSWER + json.dumps(found) if strategy.is_global_zero else "", flush=True)
 
 

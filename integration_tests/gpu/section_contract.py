@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from cases import Case, Failed, Machine, Skipped
 
 from shard_core import plugins
+from shard_core.testing.processes.script import PythonRun
 
 KIT_SECONDS, PROGRAMS, QUICK_PROMISE = 330.0, 40, "micro_batches_add_up"
 
@@ -32,15 +32,14 @@ def judge(name: str, machine: Machine, *more: str) -> Any:
     problem = next(each.problem for each in plugins.installed() if each.name == name)
     if problem:
         raise Skipped(problem)
-    command = [sys.executable, "-m", "shard_core.testing", name, "--device", machine.device, "--json", *more]
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    given = os.environ | {"CUDA_VISIBLE_DEVICES": first, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    given = {"CUDA_VISIBLE_DEVICES": first, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    command = ["-m", "shard_core.testing", name, "--device", machine.device, "--json", *more]
     with tempfile.TemporaryDirectory() as folder:  # where it would write a program that shows a defect
-        options: dict[str, Any] = {"cwd": folder, "env": given, "timeout": KIT_SECONDS}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    if done.returncode not in (0, 1):
-        raise Failed(f"the kit ended with {done.returncode}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
-    return json.loads(done.stdout)
+        done = PythonRun(command, folder=Path(folder), environment=given).outcome(KIT_SECONDS)
+    if done.exit_code not in (0, 1):
+        raise Failed(f"the kit ended with {done.exit_code}: {' '.join(done.errors.strip().splitlines()[-1:])}")
+    return json.loads(done.output)
 
 
 def kit(name: str, machine: Machine, *promises: str, ranks: int = 1) -> dict[str, Any]:
