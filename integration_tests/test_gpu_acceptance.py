@@ -23,6 +23,8 @@ import loops
 import traces
 from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Case, Failed, Ledger, Machine, Skipped
 
+from shard_core.testing.processes.script import PythonRun
+
 Run = Callable[[Machine], Mapping[str, Any]]
 Section = Callable[..., None]
 TINY = Machine("cpu", quick=True)
@@ -79,11 +81,6 @@ def dividing(_: Machine) -> dict[str, Any]:
 
 def exiting(_: Machine) -> NoReturn:
     os._exit(3)
-
-
-def sleeping(_: Machine) -> dict[str, Any]:
-    time.sleep(600)
-    return {}
 
 
 @pytest.mark.slow
@@ -218,14 +215,21 @@ def test_refuses_to_mix_quick_and_full_runs(
     assert ledger.ordered("made_up", ["good"], TINY, [PASSED]) == ["good"]
 
 
-def test_ends_what_runs_beyond_its_time(section: Section, ledger: Ledger) -> None:
-    section(good=passing, endless=sleeping)
-    accept.GRACE_SECONDS, before = 0.0, accept.GRACE_SECONDS
-    try:
-        run(["good", "endless"], ledger, 3)
-    finally:
-        accept.GRACE_SECONDS = before
+def test_ends_what_runs_beyond_its_time_with_what_it_has_started(
+    section: Section, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    number = tmp_path / "number"
+
+    def starting(_: Machine) -> dict[str, Any]:
+        run = PythonRun(["-c", f"import os, time; open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(600)"])
+        return {"code": run.outcome(600).exit_code}
+
+    section(good=passing, endless=starting)
+    monkeypatch.setattr(accept, "GRACE_SECONDS", 0.0)
+    run(["good", "endless"], ledger, 5)
     assert {key: each["status"] for key, each in ledger.records().items()} == {"made_up/good": PASSED}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number.read_text()), 0)
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(2, 1, 2), (7, 1, 7), (9, 2, 8), (12, 3, 10), (15, 4, 12)])

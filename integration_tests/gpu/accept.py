@@ -25,7 +25,7 @@ from cases import FAILED, NOT_REACHED, PASSED, SKIPPED, Case, Ledger, Machine
 
 SECTIONS = {"step": 450, "contract": 450, "memory": 90, "faults": 120, "checkpoint": 180, "several": 30}
 """Seconds of each section when there is time for all; with ``--seconds`` they keep their proportions."""
-GRACE_SECONDS, AT_ONCE = 5.0, 10
+GRACE_SECONDS, LEAVE_SECONDS, AT_ONCE = 5.0, 40.0, 10
 FORK = multiprocessing.get_context("fork")  # torch is imported once, and CUDA is not touched before
 
 
@@ -46,6 +46,7 @@ class Running:
 
     def _work(self, case: Case, end: Connection) -> None:
         os.setsid()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends what has groups of its own
         end.send(case.outcome(self.machine))
         os._exit(0)  # threads that still wait for something are not waited for
 
@@ -59,6 +60,8 @@ class Running:
             self._process.join()
             why = f"the process ended with {self._process.exitcode} in it"
             record = {"status": FAILED, "reason": why, **self.machine.kind}
+        self._process.terminate()
+        self._process.join(LEAVE_SECONDS)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.kill()
