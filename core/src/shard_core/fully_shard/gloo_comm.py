@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from shard_core._versions import in_backward
 from shard_core.collectives.process_group import translate_torch_errors
 from shard_core.errors import SetupError
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Apart from what users send between two ranks themselves.
 _TAG: Final = 7306
+#: What ranks compare at the end of a backward, where they send nothing.
+_AT_END: Final = -1
 #: How many bytes travel before they are added up: more would be out of the caches by then, fewer is many messages.
 _CHUNK_BYTES: Final = 8 * 2**20
 #: As they are called since torch 2.13, and were before.
@@ -46,10 +49,31 @@ def use_gloo_comm(module: FSDPModule, mesh: DeviceMesh) -> None:
         mesh: Ranks along one axis, or all of the run along two, of which the last shards.
     """
     # The classes in torch's annotations are private; torch calls no more of them than is here.
-    gather: Any = InPlaceGather()
-    scatter: Any = PairwiseScatter(mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
+    gather: Any = InPlaceGather(_reducing(mesh))
+    kind = UnspreadScatter if mesh.ndim == 2 and mesh.size(1) == 1 else PairwiseScatter
+    scatter: Any = kind(_reducing(mesh))
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
+
+
+def end_backward(mesh: DeviceMesh) -> None:
+    """Check that no rank gathers a unit or reduces its gradients any more, where all come to the end of a backward.
+
+    Args:
+        mesh: What ``use_gloo_comm`` was given.
+
+    Raises:
+        SetupError: On every rank, if one does.
+    """
+    if is_gloo(mesh) and mesh.size() > 1:
+        _check_alike(_AT_END, _reducing(mesh))
+
+
+def _reducing(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return all ranks that reduce the same gradients, those of other copies of the model among them."""
+    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    assert group is not None
+    return group
 
 
 class _HeapAllocator:
@@ -67,7 +91,14 @@ class _HeapAllocator:
 
 
 class InPlaceGather(_HeapAllocator):
-    """An all-gather in which each rank's shard arrives where it belongs."""
+    """An all-gather in which each rank's shard arrives where it belongs.
+
+    Args:
+        reducing: All ranks that gather alike in a backward, as for ``PairwiseScatter``.
+    """
+
+    def __init__(self, reducing: dist.ProcessGroup | None = None) -> None:
+        self._reducing = reducing
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -83,6 +114,8 @@ class InPlaceGather(_HeapAllocator):
         if async_op:
             work: dist.Work | None = _gather(output_tensor, input_tensor, group=group, async_op=True)
             return work
+        if in_backward():  # in a forward ranks compare what they call
+            _check_alike(2 * output_tensor.numel() + 1, self._reducing or group)
         if output_tensor.element_size() == 1:  # gloo does not know all of these dtypes
             output_tensor, input_tensor = (each.view(torch.uint8) for each in (output_tensor, input_tensor))
         shards = output_tensor.chunk(group.size()) if output_tensor.numel() else ()
@@ -129,7 +162,7 @@ class PairwiseScatter(_HeapAllocator):
             work: dist.Work | None = _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
             return work
         size, rank = group.size(), group.rank()
-        _check_alike(input_tensor, self._reducing or group)
+        _check_alike(2 * input_tensor.numel(), self._reducing or group)
         parts = input_tensor.view(size, output_tensor.numel())
         width = min(max(_CHUNK_BYTES // (size * output_tensor.element_size()), 1), output_tensor.numel())
         room = output_tensor.new_empty(size, width)
@@ -149,11 +182,26 @@ class PairwiseScatter(_HeapAllocator):
         return None
 
 
-def _check_alike(message: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Check that all ranks have messages of one length: gloo ends the process of who receives another."""
-    lengths = torch.empty(group.size(), dtype=torch.int64)
-    _gather(lengths, torch.tensor([message.numel()]), group=group)
-    if int(lengths.min()) != int(lengths.max()):
+class UnspreadScatter(PairwiseScatter):
+    """A reduction among copies of a model each of which one rank holds: torch calls it for memory alone."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Check, before what is allocated is reduced, that all ranks reduce as much."""
+        assert self._reducing is not None
+        _check_alike(2 * torch.Size(size).numel(), self._reducing)
+        return super().allocate(size, dtype=dtype, device=device)
+
+
+def _check_alike(come_to: int, group: dist.ProcessGroup) -> None:
+    """Check that all ranks come to the same in a backward: gloo ends the process of who receives another message.
+
+    Args:
+        come_to: Twice the length of the message, one more where it gathers, or ``_AT_END``.
+        group: The ranks.
+    """
+    everyone = torch.empty(group.size(), dtype=torch.int64)
+    _gather(everyone, torch.tensor([come_to]), group=group)
+    if int(everyone.min()) != int(everyone.max()):
         raise SetupError(
             "the losses of some ranks have used parameters of a unit that those of others have not, and this strategy "
             "sends gradients of several parameters as one message: let every rank's loss use them, were it times zero, "

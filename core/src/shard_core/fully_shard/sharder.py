@@ -19,7 +19,7 @@ from shard_core.forward_calls import NoInferenceMode
 from shard_core.fully_shard.deferred_sync import DeferredGradients, DeferredSync, PlainBackward
 from shard_core.fully_shard.entry_methods import EntryMethods, reshard
 from shard_core.fully_shard.forward_writes import ForwardWrites
-from shard_core.fully_shard.gloo_comm import is_gloo, use_gloo_comm
+from shard_core.fully_shard.gloo_comm import end_backward, is_gloo, use_gloo_comm
 from shard_core.fully_shard.gradient_hooks import GradientHooks
 from shard_core.fully_shard.named_parameters import list_shards, shard_full_tensors
 from shard_core.fully_shard.object_outputs import shard_unit
@@ -242,6 +242,7 @@ class FullySharder:
             check_used_alike([pair for gradients in sent for pair in gradients.used()], self._collectives)
 
     def _fill(self) -> None:
+        end_backward(self._mesh)
         for sharded, uneven in self._uneven.items():
             if sharded not in self._deferring or self._deferred == "all_reduce":
                 uneven.fill()
@@ -389,9 +390,8 @@ class FullySharder:
         )
         for modules in (*(unit.modules for unit in units), (module,)):
             shard(modules)
-        if is_gloo(self._mesh):
-            for part in sharded_parts(module):
-                use_gloo_comm(part, self._mesh)
+        for part in sharded_parts(module) if is_gloo(self._mesh) else ():
+            use_gloo_comm(part, self._mesh)
         log_units(module, units, self._mesh)
 
 
