@@ -68,7 +68,8 @@ graphs end, and what they stand for. They can go when torch says which parameter
 ``unsharded_accumulated_grad`` and ``_partial_reduce_output``: where deferred gradients wait, to throw them away. They
 can go when torch does so in ``zero_grad``. ``post_backward`` and ``finalize_backward``, to reduce once in a backward
 what was called in parts: they can go when torch adds up deferred gradients by parameter. ``is_unsharded``, to notice
-gradients that nothing sends, and ``reset_sharded_param``, by which a unit reads its shards anew.
+gradients that nothing sends, ``_all_gather_result``, to notice what was gathered ahead of a call that does not come,
+and ``reset_sharded_param``, by which a unit reads its shards anew.
 ``_root_post_backward_final_callback``, by which units begin anew after a backward that an exception has ended: it can
 go when all have ``reset_iter_state``, of torch 2.13, and ``_is_root``, None before a unit has run.
 
@@ -261,6 +262,11 @@ def gathered_for(module: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
 def is_gathered(module: torch.nn.Module) -> bool:
     """Return whether a unit's parameters are gathered just now."""
     return any(group.is_unsharded for group in _unit_groups(module))
+
+
+def is_coming(module: object) -> bool:
+    """Return whether a unit's parameters were gathered ahead, and no call has come to them yet."""
+    return any(group._all_gather_result is not None for group in _unit_groups(module))
 
 
 def left_gradients(units: Iterable[object]) -> bool:

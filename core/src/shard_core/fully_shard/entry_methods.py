@@ -19,12 +19,14 @@ from shard_core._versions import (
     deferred_shards,
     gathered_for,
     in_backward,
+    is_coming,
     is_gathered,
     run_unit_hooks,
     running_backward,
     shard_versions,
     tree_leaves,
 )
+from shard_core.errors import SetupError
 from shard_core.forward_calls import RunningCall, is_being_called, leave_alone, without_inference_mode
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.object_outputs import Shown
@@ -51,6 +53,18 @@ def reshard(module: torch.nn.Module) -> None:
     """
     for part in sharded_parts(module):
         part.reshard()
+
+
+def drop_coming(module: torch.nn.Module) -> None:
+    """Free what units have gathered ahead for calls that have not come: other ranks may have begun with it.
+
+    Args:
+        module: One that was sharded.
+    """
+    for part in sharded_parts(module):
+        if is_coming(part):
+            part.unshard()
+            part.reshard()
 
 
 class EntryMethods:
@@ -196,13 +210,13 @@ class EntryMethods:
         if in_backward():
             return
         if self._inside is not None:
-            self._uneven.enter(part)
+            self._compare(self._uneven.enter, part)
             self._assigned.take_in_called(part)
             return
         # What the compiler leaves to Python stands inside what it runs, and may be left so on some ranks alone.
         if self._compiled_runs and part is not self._module and is_being_called(self._module):
             return
-        self._uneven.begin(part)
+        self._compare(self._uneven.begin, part)
         self._before_forward()
         stale = self._free_stale(part)
         leave = part.register_forward_hook(self._leave, always_call=True)
@@ -223,6 +237,14 @@ class EntryMethods:
             self.in_parts.add(unit)
         cast("FSDPModule", unit).unshard()
         self._writes.begin(unit, part)
+
+    def _compare(self, compare: Callable[[torch.nn.Module], None], part: torch.nn.Module) -> None:
+        """Compare what ranks call; where they differ, some have begun with what was gathered ahead, and others not."""
+        try:
+            compare(part)
+        except SetupError:
+            drop_coming(self._module)
+            raise
 
     def _note_left(self, part: torch.nn.Module) -> None:
         """Note what a call leaves gathered: its own unit at most and the root's, unless it is the whole forward."""
@@ -287,6 +309,7 @@ class EntryMethods:
     def _end_failed(self) -> None:
         """Free what a forward had gathered that an exception has ended: torch would go on with it after a step."""
         self._writes.take()
+        drop_coming(self._module)
         if not any(map(deferred_shards, sharded_parts(self._module))):  # else a backward comes before any step
             begin_anew(self._module)
 

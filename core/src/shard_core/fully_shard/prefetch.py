@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shard_core._versions import in_backward, is_gathered, shard_versions
+from shard_core._versions import in_backward, is_coming, is_gathered, shard_versions
 from shard_core.fully_shard.assigned_data import AssignedData
 from shard_core.fully_shard.entry_methods import PASS_ON
 
@@ -79,7 +79,7 @@ class _GatheredAhead:
         before = self._called.get(unit) if again else self._coming.pop(unit, None)
         now = _changes(unit)
         # What is gathered is what forwards write to.
-        if before is not None and not is_gathered(unit) and before != now:
+        if before is not None and is_coming(unit) and before != now:
             gathered = cast("FSDPModule", unit)
             gathered.unshard()  # it is on its way, and torch would go on with that
             gathered.reshard()
@@ -93,8 +93,8 @@ class _GatheredAhead:
 
     def _note_coming(self, unit: nn.Module) -> None:
         for each in self._ahead.get(unit, ()):
-            if not is_gathered(each):
-                self._coming.setdefault(each, _changes(each))  # what no forward has come to is not gathered again
+            if not is_gathered(each) and not is_coming(each):  # what no forward has come to is not gathered again
+                self._coming[each] = _changes(each)
 
 
 def _changes(part: object) -> list[int | None]:
