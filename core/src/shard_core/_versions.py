@@ -150,7 +150,7 @@ def default_store() -> dist.Store:
 
 
 def abort_groups() -> None:
-    """Give up what all process groups are doing, and leave them."""
+    """Abort all process groups: end what they are doing, and leave them."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()

@@ -65,13 +65,10 @@ def trained(stage: int, precision: str, options: dict[str, Any]) -> tuple[list[f
         return losses, stepped, whole_weights(strategy, model), strategy.precision.scaler.state_dict()["factor"]
 
 
-@pytest.mark.parametrize("options", [{}, {"param_persistence_threshold": 0}], ids=["whole", "spread"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {}), (3, {}), (3, {"param_persistence_threshold": 0})])
 def test_float16_parameters_train_as_with_torchs_scaler_and_float32_masters(
     worlds: Any, stage: int, options: dict[str, Any]
 ) -> None:
-    if options and stage != 3:
-        return
     losses, stepped, weights = plain()
     assert stepped[0] is False
     assert stepped[-1] is True
@@ -178,6 +175,15 @@ def test_a_fixed_factor_stays_and_skips_what_overflows(worlds: Any) -> None:
 def test_factors_that_make_no_sense_get_a_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
         get_strategy("deepspeed_stage_2", precision="16-mixed", **options)
+
+
+def test_the_least_factor_may_be_the_first_one() -> None:
+    for precision, first in (("16-mixed", 65536.0), ("16-true", 32768.0)):
+        scaler = get_strategy("deepspeed_stage_2", precision=precision, min_loss_scale=first).precision.scaler
+        assert scaler is not None
+        assert scaler.factor == scaler.min_factor == first
+        with pytest.raises(InvalidOption, match="and the factor begins at 2 to the power of"):
+            get_strategy("deepspeed_stage_2", precision=precision, min_loss_scale=first + 1)
 
 
 def test_a_scaler_of_the_users_own_and_options_of_one_are_told_apart() -> None:

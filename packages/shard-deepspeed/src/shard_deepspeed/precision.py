@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def scaled_precision(config: DeepSpeedConfig, precision: Precision, *, own: bool) -> Precision:
-    """Give a precision that scales losses the factor that the options say.
+    """Return a precision whose gradient scaler, where it has one, is what the options say.
 
     Args:
         config: The options.
@@ -45,12 +45,20 @@ def scaler_of(config: DeepSpeedConfig, policy: PrecisionPolicy) -> GradientScale
     Args:
         config: The options.
         policy: Of a precision that scales losses.
+
+    Raises:
+        InvalidOption: If the least factor is more than the first.
     """
     if config.loss_scale:
         return GradientScaler(factor=float(config.loss_scale), growth_factor=1.0, backoff_factor=1.0)
     power = config.initial_scale_power
     if power is None:  # a loss in float16 has a gradient in float16, which holds no more
         power = 16 if policy.autocast else 15
+    if config.min_loss_scale is not None and config.min_loss_scale > 2.0**power:
+        raise InvalidOption(
+            f"min_loss_scale is {config.min_loss_scale!r}, and the factor begins at 2 to the power of {power}, which "
+            "is less; give initial_scale_power a greater number."
+        )
     chosen: dict[str, Any] = {
         "growth_interval": config.loss_scale_window,
         "hysteresis": config.hysteresis,

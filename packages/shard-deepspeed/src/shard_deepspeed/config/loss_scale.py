@@ -48,15 +48,10 @@ class LossScaleOptions:
             whole = name == "min_loss_scale" or isinstance(value, int)
             if value is not None and not (whole and _is_number(value) and value >= least):
                 raise InvalidOption(f"{name} is {value!r}; give a number from {least} up.")
-        power = 15 if self.initial_scale_power is None else self.initial_scale_power
-        if power > 127:
+        if self.initial_scale_power is not None and self.initial_scale_power > 127:
             raise InvalidOption(
-                f"initial_scale_power is {power!r}; give a number from 0 to 127: float32 holds no greater power of 2."
-            )
-        if self.min_loss_scale is not None and self.min_loss_scale > 2.0**power:
-            raise InvalidOption(
-                f"min_loss_scale is {self.min_loss_scale!r}, and the factor begins at 2 to the power of {power}, which "
-                "is less; give initial_scale_power a greater number."
+                f"initial_scale_power is {self.initial_scale_power!r}; give a number from 0 to 127: float32 holds no "
+                "greater power of 2."
             )
 
     @property
